@@ -1,0 +1,1 @@
+"""Which chunks exist and which one leaves next. No I/O here."""

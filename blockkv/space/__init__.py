@@ -1,0 +1,1 @@
+"""Which parts of the data zone are free. No I/O here."""
