@@ -1,0 +1,165 @@
+"""Fixtures every test may use: images in memory, loop devices, and the rule that CI skips nothing.
+
+`image_dir`      a directory in memory for device images, removed after the test
+`loop_device`    makes loop devices of a given size and LBA size, detached after the test
+`block_targets`  runs a test three times: on a regular file, and on loop devices with 512 and 4096 byte LBAs
+
+Markers `requires_root` and `requires_tool("mkfs.xfs", ...)` skip where something is missing. With CI=true or
+BLOCKKV_REQUIRE_ALL=1 the same thing is a failure: a check that silently does not run is no check.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+MEMORY_DIR = Path("/dev/shm")
+DIRECTORY_PREFIX = "blockkv-test."
+MEMORY_DIR_MIN_FREE_BYTES = 1 << 30
+ATTACH_ATTEMPTS = 20
+
+
+class LoopDevices(Protocol):
+    """Signature of the `loop_device` fixture."""
+
+    def __call__(self, size_bytes: int, sector_bytes: int = 512, read_only: bool = False) -> Path: ...
+
+
+class Targets(Protocol):
+    """Signature of the `block_targets` fixture."""
+
+    def __call__(self, size_bytes: int) -> Path: ...
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "requires_root: needs root (loop devices, mounts, cgroups)")
+    config.addinivalue_line("markers", "requires_tool(*names): needs these programs on PATH")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("requires_root"):
+        need_root()
+    for marker in item.iter_markers("requires_tool"):
+        need_tools(*marker.args)
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        missing("root")
+
+
+def need_tools(*names: str) -> None:
+    absent = [name for name in names if shutil.which(name) is None]
+    if absent:
+        missing(", ".join(absent))
+
+
+def missing(what: str) -> None:
+    """Skip the running test, or fail it where everything has to be there."""
+    if os.environ.get("CI") == "true" or os.environ.get("BLOCKKV_REQUIRE_ALL") == "1":
+        pytest.fail(f"needs {what}, and in CI nothing may be missing", pytrace=False)
+    pytest.skip(f"needs {what}")
+
+
+@pytest.fixture(scope="session")
+def session_image_dir() -> Iterator[Path]:
+    """One directory for the images of this run, in memory where there is room for them."""
+    parent = MEMORY_DIR
+    if not parent.is_dir() or shutil.disk_usage(parent).free < MEMORY_DIR_MIN_FREE_BYTES:
+        parent = Path(tempfile.gettempdir())
+    remove_leftovers(parent)
+    directory = parent / f"{DIRECTORY_PREFIX}{os.getpid()}"
+    directory.mkdir()
+    yield directory
+    detach_all_below(directory)
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def image_dir(session_image_dir: Path) -> Iterator[Path]:
+    """An empty directory for device images; what is left in it is detached and removed after the test."""
+    directory = Path(tempfile.mkdtemp(dir=session_image_dir))
+    yield directory
+    detach_all_below(directory)
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def loop_device(image_dir: Path) -> LoopDevices:
+    """Make loop devices: `loop_device(size_bytes, sector_bytes=512, read_only=False) -> Path`.
+
+    Each has its own sparse image in memory and direct I/O on, so its limits are those of a real device.
+    """
+    need_root()
+    need_tools("losetup")
+    numbers = itertools.count()
+
+    def make(size_bytes: int, sector_bytes: int = 512, read_only: bool = False) -> Path:
+        image = image_dir / f"loop-{next(numbers)}.img"
+        with image.open("wb") as file:
+            file.truncate(size_bytes)
+        return attach(image, sector_bytes, read_only)
+
+    return make
+
+
+@pytest.fixture(params=["file", "loop512", "loop4096"])
+def block_targets(request: pytest.FixtureRequest, image_dir: Path) -> Targets:
+    """Make whatever the test is parametrised for: `block_targets(size_bytes) -> Path`."""
+    kind: str = request.param
+    if kind == "file":
+        numbers = itertools.count()
+
+        def make_file(size_bytes: int) -> Path:
+            image = image_dir / f"file-{next(numbers)}.img"
+            with image.open("wb") as file:
+                file.truncate(size_bytes)
+            return image
+
+        return make_file
+    loop_devices: LoopDevices = request.getfixturevalue("loop_device")
+    sector_bytes = int(kind.removeprefix("loop"))
+    return lambda size_bytes: loop_devices(size_bytes, sector_bytes)
+
+
+def attach(image: Path, sector_bytes: int, read_only: bool) -> Path:
+    """Put a loop device over `image`. Retries: another process may take the free number first."""
+    command = ["losetup", "--find", "--show", "--direct-io=on", f"--sector-size={sector_bytes}"]
+    if read_only:
+        command.append("--read-only")
+    for _ in range(ATTACH_ATTEMPTS):
+        done = subprocess.run([*command, str(image)], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return Path(done.stdout.strip())
+        time.sleep(0.05)
+    raise RuntimeError(f"losetup could not attach {image}: {done.stderr.strip()}")
+
+
+def detach_all_below(directory: Path) -> None:
+    """Detach every loop device whose image lies in `directory`, also one that a test made by itself."""
+    for backing_file in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            image = Path(backing_file.read_text().strip().removesuffix(" (deleted)"))
+        except OSError:  # detached by its owner while we looked
+            continue
+        if image.is_relative_to(directory):
+            # on a device that is still open this marks it for detaching at the last close
+            subprocess.run(["losetup", "--detach", f"/dev/{backing_file.parts[3]}"], check=False)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Clean up after runs that were killed: their directory names a process that is gone."""
+    for directory in parent.glob(f"{DIRECTORY_PREFIX}*"):
+        process = directory.name.removeprefix(DIRECTORY_PREFIX)
+        if process.isdigit() and not Path("/proc", process).exists():
+            detach_all_below(directory)
+            shutil.rmtree(directory, ignore_errors=True)
