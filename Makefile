@@ -21,7 +21,7 @@ check: setup  ## lint, types, layers only
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy
-	@$(PYTHON_VENV) -m pytest --quiet tests/test_layers.py
+	@$(PYTHON_VENV) -m pytest --quiet tests/test_layers.py tests/test_tidy.py
 
 bench: setup  ## throughput and CPU beside fio, on a device in memory paced like a drive (root)
 	@$(PYTHON_VENV) tools/fio_compare.py --paced
