@@ -1,0 +1,8 @@
+"""Measuring a store beside fio, on the same device and in the same minutes.
+
+`device`   a device in memory held to the speed of a given drive
+`fio`      runs fio and reads its report
+`compare`  interleaved pairs of store and fio, ratios with their spread
+
+Speeds are in GB/s with 1 GB = 10**9 bytes, as drives are sold; CPU is that of the whole process, all threads.
+"""
