@@ -32,7 +32,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno as errnos
-import os
 import random
 import threading
 import time
@@ -43,8 +42,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from blockkv.device.base import TRANSFER_FIELDS, UNIT_BYTES, Batch, Device, Direction, Limits
-from blockkv.errors import DeviceError, DeviceLost, DeviceTooSmall, InvalidArgument
+from blockkv.device.base import TRANSFER_FIELDS, UNIT_BYTES, Batch, Device, Direction, Limits, device_error
+from blockkv.errors import DeviceError, DeviceTooSmall, InvalidArgument
 
 __all__ = [
     "Crash",
@@ -363,6 +362,9 @@ class SimulatedDevice(Device):
         self.threads = threads
         self.strict = strict
         self._sleep = sleep
+        self.before_operation: Callable[[OperationKind], None] | None = None
+        """Called before every operation, with the device as a crash at this point would find it: take
+        `crash_clone`s here. Not inherited by clones."""
         self._durable: dict[int, bytes] = {}  # unit number -> 4096 bytes; absent: zeros
         self._current: dict[int, bytes] = {}  # what a read sees
         self._unflushed: dict[int, Versions] = {}  # the next flush covers these
@@ -630,6 +632,7 @@ class SimulatedDevice(Device):
         other.threads = False
         other.strict = self.strict
         other._sleep = self._sleep
+        other.before_operation = None
         other._durable = durable
         other._current = current
         other._unflushed = {}
@@ -714,8 +717,7 @@ class SimulatedDevice(Device):
     # --- carrying out ---
 
     def _error(self, verb: str, errno: int) -> DeviceError:
-        kind = DeviceLost if errno == errnos.ENODEV else DeviceError
-        return kind(f"{self.path}: {verb} failed: {os.strerror(errno)} ({errnos.errorcode[errno]})", errno)
+        return device_error(self.path, verb, -errno)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -930,6 +932,8 @@ class SimulatedDevice(Device):
 
     def _begin(self, kind: OperationKind, offset_bytes: int, length_bytes: int) -> Fault | None:
         """The fault, if any, that decides the outcome of the operation about to be carried out."""
+        if self.before_operation is not None and not self._stopped:
+            self.before_operation(kind)
         if not self._faults or self._stopped:
             return None
         decisive = None

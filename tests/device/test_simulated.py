@@ -564,6 +564,26 @@ def test_short_write_lands_exactly_its_first_bytes() -> None:
     assert killed.peek(0, 3 * UNIT_BYTES) == unit(1) + unit(1)[:512] + bytes(4096 - 512 + 4096)
 
 
+def test_before_operation_sees_the_device_as_a_crash_would() -> None:
+    device = SimulatedDevice(MIB)
+    rng = random.Random(6)
+    seen: list[tuple[OperationKind, set[bytes]]] = []
+
+    def probe(kind: OperationKind) -> None:
+        seen.append((kind, {device.crash_clone(rng).peek(0, UNIT_BYTES) for _ in range(200)}))
+
+    device.before_operation = probe
+    device.write(0, unit(1))
+    device.flush()
+    device.read(0, UNIT_BYTES)
+    kinds = [kind for kind, _ in seen]
+    assert kinds == [OperationKind.WRITE, OperationKind.FLUSH, OperationKind.READ]
+    assert {unit(0), unit(1)} < seen[0][1], "in flight"
+    assert {unit(0), unit(1)} < seen[1][1], "completed, not flushed"
+    assert seen[2][1] == {unit(1)}
+    assert device.crash_clone(rng).before_operation is None
+
+
 def test_latency_is_slept_and_then_the_operation_succeeds() -> None:
     slept: list[float] = []
     plan = FaultPlan((Fault(FaultKind.LATENCY, latency_us=12_000_000),))
