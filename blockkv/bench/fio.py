@@ -39,7 +39,9 @@ class Shape:
     depth: int
 
     def __str__(self) -> str:
-        return f"{self.request_bytes >> 10} KiB x {self.depth}"
+        mebibytes, rest = divmod(self.request_bytes, 1 << 20)
+        size = f"{self.request_bytes >> 10} KiB" if rest else f"{mebibytes} MiB"
+        return f"{size} x {self.depth}"
 
 
 SHAPES = (Shape(128 << 10, 32), Shape(512 << 10, 16), Shape(1 << 20, 8))

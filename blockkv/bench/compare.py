@@ -1,0 +1,340 @@
+"""A store beside fio on the same device, in interleaved pairs.
+
+For every case (put or get, chunk size, verified or not, kind of memory) a pair is one run of fio and one
+of the store, next to each other in time and in alternating order; the ratio is taken pair by pair and its
+median reported with the extremes. fio runs in the shape that was fastest on this device a moment before.
+
+Both sides move data between the device and memory that stays allocated: fio a few MiB, the store one batch.
+CPU is user and system time of the whole process; the store's is this one, Python and all threads included.
+What was read is compared with what was written, once per case, outside the measurement.
+
+Not here: making a device (`blockkv.bench.device`), printing (`tools/fio_compare.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import blockkv
+from blockkv.bench import fio
+from blockkv.errors import BlockKVError, InvalidArgument
+
+__all__ = ["Case", "CaseResult", "Settings", "ShapeResult", "compare", "plan_cases"]
+
+Op = Literal["put", "get"]
+Memory = Literal["huge", "ordinary"]
+
+FILL_SHARE = 0.85
+"""How much of the data zone a put run may fill: allocation on a nearly full store is another subject."""
+GET_SHARE = 0.5
+"""How much of the data zone is filled for gets to read from."""
+MIN_CALLS = 8
+"""The data zone must hold this many batches."""
+STAMP_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to measure."""
+
+    op: Op
+    chunk_bytes: int
+    chunks_per_call: int
+    verify: bool
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeResult:
+    """How fast fio was in one shape, before the pairs; the fastest becomes the reference."""
+
+    op: Op
+    shape: fio.Shape
+    gb_per_s: float
+    cpu_s_per_gb: float
+    huge_pages: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """Medians over the pairs; `ratio` is store / fio, `ratio_spread` its smallest and largest value."""
+
+    case: Case
+    gb_per_s: float
+    fio_gb_per_s: float
+    ratio: float
+    ratio_spread: tuple[float, float]
+    cpu_s_per_gb: float
+    fio_cpu_s_per_gb: float
+    fio_shape: fio.Shape
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How long and how often to measure."""
+
+    pairs: int = 5
+    seconds: float = 1.5
+    """Length of one run. A put run also ends when the store is `FILL_SHARE` full."""
+    shape_rounds: int = 2
+    """Runs of every fio shape before the pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    gb_per_s: float
+    cpu_s_per_gb: float
+
+
+def plan_cases(
+    ops: Sequence[Op] = ("get", "put"),
+    chunk_sizes_bytes: Sequence[int] = (2 << 20, 8 << 20, 32 << 20),
+    batch_bytes: int = 64 << 20,
+    verify: Sequence[bool] = (True, False),
+    memory: Sequence[Memory] = ("huge", "ordinary"),
+) -> list[Case]:
+    """The cases of every combination, `batch_bytes` of chunks in each call (at least one chunk)."""
+    return [
+        Case(op, chunk_bytes, max(1, batch_bytes // chunk_bytes), verified, kind)
+        for op, chunk_bytes, kind, verified in itertools.product(ops, chunk_sizes_bytes, memory, verify)
+    ]
+
+
+def compare(
+    path: str | Path,
+    cases: Sequence[Case],
+    settings: Settings = Settings(),
+    progress: Callable[[ShapeResult | CaseResult], None] = lambda result: None,
+) -> tuple[list[ShapeResult], list[CaseResult]]:
+    """Measure `cases` on the device at `path`, which is formatted and overwritten again and again.
+
+    The caller has decided that nothing on it is needed. `progress` sees every result as it is found. Raises
+    InvalidArgument when the device is too small for a case, BlockKVError when what was read is not what was
+    written, and what `blockkv.format`, `blockkv.open` and fio raise.
+    """
+    path = Path(path)
+    zone = _data_zone(path, cases)
+    shapes: list[ShapeResult] = []
+    results: list[CaseResult] = []
+    largest = max(shape.request_bytes * shape.depth for shape in fio.SHAPES)
+    with fio.reserved_huge_pages(largest):
+        for op, group in itertools.groupby(cases, key=lambda case: case.op):
+            found = _measure_shapes(path, op, zone, settings)
+            best = max(found, key=lambda result: result.gb_per_s).shape
+            shapes += found
+            for result in found:
+                progress(result)
+            for case in group:
+                results.append(_measure_case(path, case, zone, best, settings))
+                progress(results[-1])
+    return shapes, results
+
+
+def _data_zone(path: Path, cases: Sequence[Case]) -> tuple[int, int]:
+    """Offset and size in bytes of the data zone, which is also where fio reads and writes."""
+    with _fresh_store(path, cases[0]) as store:
+        info = store.info()
+        zone = int(info["data_offset_bytes"]), int(info["data_bytes"])
+    needed_bytes = max(case.chunk_bytes * case.chunks_per_call for case in cases) * MIN_CALLS
+    if zone[1] < needed_bytes:
+        raise InvalidArgument(f"{path}: the data zone has {zone[1]} bytes, these cases need {needed_bytes}")
+    return zone
+
+
+def _fresh_store(path: Path, case: Case) -> blockkv.Store:
+    blockkv.format(path, average_chunk=case.chunk_bytes, force=True)
+    return blockkv.open(path, verify=case.verify)
+
+
+def _measure_shapes(path: Path, op: Op, zone: tuple[int, int], settings: Settings) -> list[ShapeResult]:
+    runs: dict[fio.Shape, list[fio.FioRun]] = {shape: [] for shape in fio.SHAPES}
+    for _ in range(settings.shape_rounds):
+        for shape, done in runs.items():
+            done.append(_run_fio(path, op, shape, zone, settings))
+    return [
+        ShapeResult(
+            op,
+            shape,
+            statistics.median(run.gb_per_s for run in done),
+            statistics.median(run.cpu_s_per_gb for run in done),
+            all(run.huge_pages for run in done),
+        )
+        for shape, done in runs.items()
+    ]
+
+
+def _run_fio(path: Path, op: Op, shape: fio.Shape, zone: tuple[int, int], settings: Settings) -> fio.FioRun:
+    return fio.run(
+        path,
+        "read" if op == "get" else "write",
+        shape,
+        offset_bytes=zone[0],
+        size_bytes=zone[1] // shape.request_bytes * shape.request_bytes,
+        seconds=settings.seconds,
+    )
+
+
+def _measure_case(
+    path: Path, case: Case, zone: tuple[int, int], shape: fio.Shape, settings: Settings
+) -> CaseResult:
+    chunks = _allocate(case)
+    of_store: list[_Sample] = []
+    of_fio: list[fio.FioRun] = []
+
+    def run_fio() -> None:
+        of_fio.append(_run_fio(path, case.op, shape, zone, settings))
+
+    if case.op == "put":
+
+        def run_store() -> None:
+            with _fresh_store(path, case) as store:
+                of_store.append(_measure_puts(store, case, chunks, zone[1], settings.seconds))
+
+        _run_pairs(settings.pairs, run_fio, run_store)
+    else:
+        with _fresh_store(path, case) as store:
+            batches = _fill(store, case, chunks, zone[1])
+            outs = _allocate(case)
+            _check_gets(store, case, batches, chunks, outs)
+            _run_pairs(
+                settings.pairs,
+                run_fio,
+                lambda: of_store.append(_measure_gets(store, case, batches, outs, settings.seconds)),
+            )
+
+    ratios = [ours.gb_per_s / theirs.gb_per_s for ours, theirs in zip(of_store, of_fio, strict=True)]
+    return CaseResult(
+        case,
+        statistics.median(sample.gb_per_s for sample in of_store),
+        statistics.median(run.gb_per_s for run in of_fio),
+        statistics.median(ratios),
+        (min(ratios), max(ratios)),
+        statistics.median(sample.cpu_s_per_gb for sample in of_store),
+        statistics.median(run.cpu_s_per_gb for run in of_fio),
+        shape,
+        settings.pairs,
+    )
+
+
+def _run_pairs(count: int, first: Callable[[], None], second: Callable[[], None]) -> None:
+    for number in range(count):
+        for run in (first, second) if number % 2 == 0 else (second, first):
+            run()
+
+
+def _allocate(case: Case) -> list[torch.Tensor]:
+    """One batch of chunks, every page touched, contents random."""
+    make = blockkv.empty if case.memory == "huge" else torch.empty
+    chunks = [make((case.chunk_bytes,), dtype=torch.uint8) for _ in range(case.chunks_per_call)]
+    for chunk in chunks:
+        chunk.random_(0, 256)
+    return chunks
+
+
+def _stamp(chunk: torch.Tensor, number: int) -> None:
+    chunk[:STAMP_BYTES].view(torch.int64)[0] = number
+
+
+def _batch_keys(count: int) -> Iterator[list[str]]:
+    """Fresh keys, `count` at a time."""
+    for batch in itertools.count():
+        yield [f"{batch}/{position}" for position in range(count)]
+
+
+def _fill(store: blockkv.Store, case: Case, chunks: list[torch.Tensor], data_bytes: int) -> list[list[str]]:
+    """Put chunks that all differ into `GET_SHARE` of the store; the keys, batch by batch."""
+    batch_count = int(data_bytes * GET_SHARE) // (case.chunk_bytes * case.chunks_per_call)
+    batches = list(itertools.islice(_batch_keys(case.chunks_per_call), batch_count))
+    for batch_index, keys in enumerate(batches):
+        for position, chunk in enumerate(chunks):
+            _stamp(chunk, batch_index * case.chunks_per_call + position)
+        store.put_many(zip(keys, chunks, strict=True), durable=True)
+    return batches
+
+
+def _check_gets(
+    store: blockkv.Store,
+    case: Case,
+    batches: list[list[str]],
+    chunks: list[torch.Tensor],
+    outs: list[torch.Tensor],
+) -> None:
+    for batch_index, keys in enumerate(batches):
+        for out in outs:
+            out.zero_()
+        found = store.get_many(keys, outs)
+        for position, (chunk, out) in enumerate(zip(chunks, outs, strict=True)):
+            _stamp(chunk, batch_index * case.chunks_per_call + position)
+            if not found[position] or not torch.equal(chunk, out):
+                raise BlockKVError(f"chunk {keys[position]!r} read back is not what was put: {case}")
+
+
+def _measure_gets(
+    store: blockkv.Store, case: Case, batches: list[list[str]], outs: list[torch.Tensor], seconds: float
+) -> _Sample:
+    store.get_many(batches[-1], outs)
+    moved_bytes = 0
+    with _Clock() as clock:
+        for keys in itertools.cycle(batches):
+            if not all(store.get_many(keys, outs)):
+                raise BlockKVError(f"a chunk that was put is missing: {case}")
+            moved_bytes += case.chunk_bytes * case.chunks_per_call
+            if clock.elapsed_s() >= seconds:
+                break
+    return clock.sample(moved_bytes)
+
+
+def _measure_puts(
+    store: blockkv.Store, case: Case, chunks: list[torch.Tensor], data_bytes: int, seconds: float
+) -> _Sample:
+    call_bytes = case.chunk_bytes * case.chunks_per_call
+    calls_at_most = int(data_bytes * FILL_SHARE) // call_bytes - 1
+    batches = _batch_keys(case.chunks_per_call)
+    keys = next(batches)
+    store.put_many(zip(keys, chunks, strict=True))
+    moved_bytes = 0
+    with _Clock() as clock:
+        for keys in itertools.islice(batches, calls_at_most):
+            if not all(store.put_many(zip(keys, chunks, strict=True))):
+                raise BlockKVError(f"a new key was there already: {case}")
+            moved_bytes += call_bytes
+            if clock.elapsed_s() >= seconds:
+                break
+    for key, chunk in zip(keys, chunks, strict=True):
+        if not torch.equal(chunk, store.get(key)):
+            raise BlockKVError(f"chunk {key!r} read back is not what was put: {case}")
+    return clock.sample(moved_bytes)
+
+
+class _Clock:
+    """Wall time and CPU of this process between entering and leaving the context."""
+
+    def __enter__(self) -> _Clock:
+        self._cpu_s = _process_cpu_s()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._wall_s = self.elapsed_s()
+        self._cpu_s = _process_cpu_s() - self._cpu_s
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start
+
+    def sample(self, moved_bytes: int) -> _Sample:
+        return _Sample(moved_bytes / self._wall_s / 1e9, self._cpu_s / (moved_bytes / 1e9))
+
+
+def _process_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
