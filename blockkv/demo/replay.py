@@ -121,7 +121,9 @@ class ChunkPattern:
 
     def __init__(self, chunk_bytes: int) -> None:
         if chunk_bytes < WORD_BYTES or chunk_bytes % WORD_BYTES:
-            raise InvalidArgument(f"chunk size {chunk_bytes} is not a positive multiple of {WORD_BYTES} bytes")
+            raise InvalidArgument(
+                f"chunk size {chunk_bytes} is not a positive multiple of {WORD_BYTES} bytes"
+            )
         words = chunk_bytes // WORD_BYTES
         self._base = np.random.default_rng(PATTERN_SEED).integers(0, 1 << 64, words, dtype=np.uint64)
         self._scratch = np.empty_like(self._base)
@@ -254,7 +256,9 @@ def _get(
             report.failed_get_count += 1
             continue
         if not pattern.matches(key, chunk):
-            raise WrongContent(f"chunk {key!r} came back with {report.chunk_bytes} bytes that are not its own")
+            raise WrongContent(
+                f"chunk {key!r} came back with {report.chunk_bytes} bytes that are not its own"
+            )
         report.hit_count += 1
         report.checked_bytes += report.chunk_bytes
 

@@ -135,8 +135,9 @@ def _run_and_kill(options: WorkerOptions, plan: ResumeOptions, progress: Progres
         for event in events:
             if event["event"] == "durable":
                 durable.add(event["chunk"])
-                progress("writer: durable", min(len(durable), awaited) * plan.chunk_tokens,
-                         plan.kill_after_tokens)
+                progress(
+                    "writer: durable", min(len(durable), awaited) * plan.chunk_tokens, plan.kill_after_tokens
+                )
             if durable.issuperset(range(awaited)):
                 break
         else:

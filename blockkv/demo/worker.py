@@ -68,9 +68,7 @@ class _Run:
         torch.set_num_threads(options.threads)
         torch.use_deterministic_algorithms(True)
         self.options = options
-        self.model: ByteLlama = ByteLlama(
-            Geometry(layers=options.layers, feed_forward=options.feed_forward)
-        )
+        self.model: ByteLlama = ByteLlama(Geometry(layers=options.layers, feed_forward=options.feed_forward))
         self.tokens = tokenize(prompt_text()[: options.prompt_tokens])
         self.keys = prefix_keys(self.tokens, self.model.digest, options.chunk_tokens)
         self.chunk_shape = self.model.geometry.chunk_shape(options.chunk_tokens)

@@ -1,0 +1,20 @@
+"""The `blockkv` command line.
+
+  app.py        the command itself: errors, exit codes, what all commands share
+  store.py      format, info, check          chunk.py  ls, put, get, rm
+  inspect.py    what is on the device         bench.py  beside fio          demo.py  the whole story
+  output.py     text, JSON, progress          size.py   "64MiB"             exit_code.py
+
+Invariant: importing this package imports neither torch nor rich; `blockkv --help` is instant. Commands
+import what they need when they run.
+"""
+
+from blockkv.cli import bench, chunk, demo, inspect, store
+from blockkv.cli.app import cli
+
+__all__ = ["bench", "chunk", "cli", "demo", "inspect", "main", "store"]
+
+
+def main() -> None:
+    """Entry point of the `blockkv` script: run the command line and exit."""
+    cli.main()

@@ -1,0 +1,144 @@
+"""The `blockkv` command: what all of its subcommands share.
+
+Every command takes `--json` and `--debug`, returns its exit code (None: 0), and raises BlockKVError freely:
+`App.main` turns whatever ends a command into one line, or one JSON document, and an exit code.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+import click
+
+from blockkv.cli.exit_code import MEANINGS, ExitCode, exit_code_of
+from blockkv.cli.output import Output
+from blockkv.errors import BlockKVError
+
+EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {text}" for code, text in MEANINGS.items())
+COMPLETION = """\b
+Shell completion:
+  bash  eval "$(_BLOCKKV_COMPLETE=bash_source blockkv)"
+  zsh   eval "$(_BLOCKKV_COMPLETE=zsh_source blockkv)"
+  fish  _BLOCKKV_COMPLETE=fish_source blockkv | source"""
+
+
+class App(click.Group):
+    """The command group. Ends the process itself, in every way a command can end."""
+
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = "blockkv",
+        complete_var: str | None = "_BLOCKKV_COMPLETE",
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """Run the command named in `args` and exit with its code."""
+        del standalone_mode
+        words = list(sys.argv[1:] if args is None else args)
+        output = Output(as_json="--json" in words)
+        try:
+            code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.Abort:
+            code = ExitCode.INTERRUPTED
+        except click.ClickException as error:
+            if output.as_json:
+                output.error(error, error.format_message())
+            else:
+                error.show()
+            code = ExitCode.USAGE
+        except BrokenPipeError:
+            # Whoever read our output has gone, e.g. `| head`. Python would complain once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = ExitCode.OK
+        except KeyboardInterrupt:
+            code = ExitCode.INTERRUPTED
+        except Exception as error:
+            if "--debug" in words:
+                raise
+            output.error(error, _message(error))
+            code = exit_code_of(error)
+        sys.exit(int(code or 0))
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, BlockKVError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error} (an internal error; --debug shows where)"
+
+
+def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        click.echo(f"blockkv {metadata.version('blockkv')}")
+        context.exit()
+
+
+@click.group(
+    cls=App,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=f"{EXIT_CODES}\n\n{COMPLETION}",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show the version and exit.",
+)
+def cli() -> None:
+    """KV-cache chunks straight on a raw NVMe namespace.
+
+    STORE is a block device, a partition, an NVMe generic device or a regular file. Keys are text; write a
+    binary key as hex:<digits>.
+    """
+
+
+def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]], click.Command]:
+    """Register a command of `cli`; its function gets an `Output` first, then its parameters."""
+    return command_of(cli, name, **settings)
+
+
+def command_of(
+    group: click.Group, name: str, **settings: Any
+) -> Callable[[Callable[..., int | None]], click.Command]:
+    """Like `command`, for a subgroup."""
+
+    def register(function: Callable[..., int | None]) -> click.Command:
+        @functools.wraps(function)
+        def run(as_json: bool, debug: bool, **parameters: Any) -> int | None:
+            del debug  # read from the arguments: it also has to work when parsing fails
+            return function(Output(as_json), **parameters)
+
+        debug = click.option("--debug", is_flag=True, help="Show where an error was raised.")
+        as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+        return group.command(name, **settings)(as_json(debug(run)))
+
+    return register
+
+
+def key_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The KEY argument: text, or hex:<digits> for bytes."""
+    return click.argument("key", callback=lambda context, parameter, value: parse_key(value))(function)
+
+
+def parse_key(text: str) -> str | bytes:
+    """A key from the command line. Raises a usage error when hex:<digits> holds something else."""
+    if not text.startswith("hex:"):
+        return text
+    try:
+        return bytes.fromhex(text.removeprefix("hex:"))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not hex:<digits>") from None
+
+
+def store_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The STORE argument: a path. Whether there is a store is for the command to find out."""
+    return click.argument("store_path", metavar="STORE", type=click.Path())(function)

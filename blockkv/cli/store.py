@@ -1,0 +1,166 @@
+"""Commands on whole stores: format, info, check."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+import blockkv
+from blockkv.cli.app import command, store_argument
+from blockkv.cli.exit_code import ExitCode
+from blockkv.cli.output import Output, fields, key_text, lines
+from blockkv.cli.size import Size, size_text
+from blockkv.device import namespace
+from blockkv.format.geometry import Geometry, Zone, plan
+
+
+@command("format")
+@store_argument
+@click.option("--size", "size_bytes", type=Size(), help="Create a regular file of this size.")
+@click.option(
+    "--average-chunk",
+    "average_chunk_bytes",
+    type=Size(),
+    default="1MiB",
+    show_default=True,
+    help="Expected chunk size: fixes how many chunks the index can hold.",
+)
+@click.option("--journal", "journal_bytes", type=Size(), help="Journal size (default: 64MiB, less if small).")
+@click.option("--label", help="Name kept in the superblock.")
+@click.option("--force", is_flag=True, help="Overwrite what was found on the device. Never what is in use.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
+def format_store(
+    output: Output,
+    store_path: str,
+    size_bytes: int | None,
+    average_chunk_bytes: int,
+    journal_bytes: int | None,
+    label: str | None,
+    force: bool,
+    dry_run: bool,
+) -> None:
+    """Make a store on a device, a partition or a file.
+
+    Refuses a device that is mounted, held, or carries anything (exit code 3), and names the command that
+    would clear it.
+    """
+    geometry = _planned(store_path, size_bytes, average_chunk_bytes, journal_bytes)
+    if not output.as_json and sys.stderr.isatty():
+        output.note(
+            f"formatting {store_path}: "
+            + ", ".join(f"{n} {size_text(z.size_bytes)}" for n, z in _zones(geometry))
+        )
+    document: dict[str, Any] = {"path": store_path, "zones": _zone_document(geometry)}
+    if dry_run:
+        output.document({**document, "formatted": False}, lambda: _print_zones(store_path, geometry))
+        return
+    info = blockkv.format(
+        store_path,
+        size=size_bytes,
+        average_chunk=average_chunk_bytes,
+        label=label,
+        force=force,
+        journal=journal_bytes,
+    )
+    document.update(info)
+
+    def text() -> None:
+        _print_zones(store_path, geometry)
+        click.echo(f"formatted, {size_text(geometry.data.size_bytes)} for chunks")
+
+    output.document({**document, "formatted": True}, text)
+
+
+def _planned(
+    path: str, size_bytes: int | None, average_chunk_bytes: int, journal_bytes: int | None
+) -> Geometry:
+    lba_bytes = 4096
+    if size_bytes is None or os.path.exists(path):  # noqa: PTH110
+        limits = namespace.probe(path)
+        lba_bytes = limits.lba_bytes
+        size_bytes = limits.size_bytes or size_bytes or 0
+    return plan(size_bytes, lba_bytes, average_chunk_bytes, journal_bytes)
+
+
+def _zones(geometry: Geometry) -> list[tuple[str, Zone]]:
+    return [
+        ("checkpoint A", geometry.checkpoint_a),
+        ("checkpoint B", geometry.checkpoint_b),
+        ("journal", geometry.journal),
+        ("data", geometry.data),
+    ]
+
+
+def _zone_document(geometry: Geometry) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "offset_bytes": zone.offset_bytes, "size_bytes": zone.size_bytes}
+        for name, zone in _zones(geometry)
+    ]
+
+
+def _print_zones(path: str, geometry: Geometry) -> None:
+    click.echo(f"{path}: {size_text(geometry.device_bytes)}, logical blocks of {geometry.lba_bytes} bytes")
+    rows = [[name, str(zone.offset_bytes), size_text(zone.size_bytes)] for name, zone in _zones(geometry)]
+    lines(rows, header=["zone", "offset", "size"], right=" rr")
+
+
+@command("info")
+@store_argument
+def info(output: Output, store_path: str) -> None:
+    """Show a store: identity, zones, space, and how it is accessed.
+
+    Opens it read-only, which a store in use refuses (exit code 3); `inspect superblock` works on one.
+    """
+    with blockkv.open(store_path, read_only=True) as store:
+        document = {**store.info(), "stats": store.stats()}
+    output.document(document, lambda: fields(_flat(document)))
+
+
+def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    for name, value in document.items():
+        label = f"{prefix}{name}"
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{label}.")
+        elif (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and name.endswith("_bytes")
+            and value >= 1024
+        ):
+            pairs.append((label, f"{value} ({size_text(value)})"))
+        else:
+            pairs.append((label, value))
+    return pairs
+
+
+@command("check")
+@store_argument
+@click.option("--payload", is_flag=True, help="Read and verify every chunk, not only the metadata.")
+def check(output: Output, store_path: str, payload: bool) -> int:
+    """Verify a store: index, free map, and with --payload every byte. Exits 1 when something is wrong."""
+    with blockkv.open(store_path, read_only=True) as store, output.activity("checking"):
+        report = store.check(payload=payload)
+    document = {
+        "ok": report.ok,
+        "chunks": report.chunks,
+        "payload_bytes": report.payload_bytes,
+        "payload_checked": report.payload_checked,
+        "damaged_keys": [key_text(key) for key in report.damaged_keys],
+        "problems": list(report.problems),
+    }
+
+    def text() -> None:
+        for key in report.damaged_keys:
+            click.echo(f"damaged: {key_text(key)}")
+        for problem in report.problems:
+            click.echo(f"problem: {problem}")
+        checked = "payload and metadata" if payload else "metadata"
+        verdict = "ok" if report.ok else "NOT ok"
+        click.echo(f"{verdict}: {report.chunks} chunks, {size_text(report.payload_bytes)}; checked {checked}")
+
+    output.document(document, text)
+    return ExitCode.OK if report.ok else ExitCode.NEGATIVE
