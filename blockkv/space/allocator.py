@@ -1,0 +1,384 @@
+"""Which units of the data zone are free, and which to hand out next.
+
+Every unit is exactly one of
+    free          may be handed out
+    live          belongs to a chunk (or to a put in progress)
+    pending       belonged to a deleted chunk; free once the delete is durable (`defer`, `settle`)
+    quarantined   on bad media, out of use until the store is opened again
+
+Free space is kept as maximal extents: neighbours are always merged. The free map is never stored; after an
+open it is the complement of the live extents.
+
+Placement
+  * Chunks of a run (32 units, 128 KiB) or more start on a run boundary: one extent where any is long enough
+    (the tightest), else as few as possible, the longest first.
+  * Smaller chunks go to the tightest hole in runs that are already broken, so that they share runs and
+    whole runs stay whole; only then is a run broken, and only without either are they divided.
+
+Not here: I/O, locking (callers serialise), and when a delete is durable (`blockkv.store`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
+from blockkv.errors import FormatError
+from blockkv.format.geometry import MAX_EXTENT_UNITS, MAX_EXTENTS, RUN_UNITS
+
+__all__ = ["Allocator", "Extent"]
+
+Extent = tuple[int, int]
+"""(start_unit, count_units)."""
+
+_RUN_MASK = RUN_UNITS - 1
+
+
+class Allocator:
+    """The free map of a data zone of `data_units` units, all free at first. See `from_live`.
+
+    `allocate` and `release` cost a few microseconds an extent, hardly growing with the size of the store.
+    Giving back what is not live is a bug of the caller; `check` finds every case of it, the assertions on the
+    way find most.
+    """
+
+    def __init__(self, data_units: int) -> None:
+        self.data_units = data_units
+        self.free_units = 0
+        self.pending_units = 0
+        self.quarantined_units = 0
+        # Free extents by their start and by their end.
+        self._counts: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        # Free extents with a whole run, by length: the units from their first run boundary to their end.
+        # There are few different lengths (at most the square root of twice the data units), so a plain sorted
+        # list of them is the fastest. Dicts serve as ordered sets: what is handed out must follow from the
+        # history alone, and the newest member is found in constant time.
+        self._by_length: dict[int, dict[int, None]] = {}
+        self._lengths: list[int] = []
+        # Holes, the free parts of broken runs, by size; bit n is set while there are holes of n units.
+        self._holes: list[dict[int, None]] = [{} for _ in range(RUN_UNITS)]
+        self._hole_sizes = 0
+        self._pending: dict[int, list[Extent]] = {}
+        self._quarantined: list[Extent] = []
+        if data_units:
+            self._add(0, data_units)
+            self.free_units = data_units
+
+    @classmethod
+    def from_live(cls, data_units: int, live_extents: Iterable[Extent]) -> Allocator:
+        """The free map beside `live_extents`, in any order.
+
+        Raises FormatError when two of them overlap, or one is not inside the data zone, naming them.
+        """
+        allocator = cls(0)
+        allocator.data_units = data_units
+        add = allocator._add
+        previous = end = free_units = 0
+        for start, count in sorted(live_extents, key=itemgetter(0)):
+            if start < end:
+                raise FormatError(
+                    f"extents overlap: {end - previous} units at {previous} and {count} units at {start}"
+                )
+            if start > end:
+                add(end, start - end)
+                free_units += start - end
+            previous, end = start, start + count
+            if count <= 0 or end > data_units:
+                raise FormatError(f"extent of {count} units at {start} is not inside {data_units} data units")
+        if end < data_units:
+            add(end, data_units - end)
+            free_units += data_units - end
+        allocator.free_units = free_units
+        return allocator
+
+    @property
+    def live_units(self) -> int:
+        return self.data_units - self.free_units - self.pending_units - self.quarantined_units
+
+    @property
+    def largest_free(self) -> int:
+        """Units of the largest chunk that would get a single extent."""
+        if self._lengths:
+            return self._lengths[-1]
+        return max(self._hole_sizes.bit_length() - 1, 0)
+
+    @property
+    def free_extent_count(self) -> int:
+        """How many pieces the free space is in."""
+        return len(self._counts)
+
+    def free_extents(self) -> Iterator[Extent]:
+        """The free extents, ascending."""
+        return iter(sorted(self._counts.items()))
+
+    def allocate(self, units: int) -> tuple[Extent, ...] | None:
+        """Extents of `units` units in total, in the order the payload fills them; they are live now.
+
+        None when free units are too few or too scattered: a chunk has at most `MAX_EXTENTS` extents, and one
+        of a run or more consists of whole runs except for its last extent.
+        """
+        assert units >= 0, f"{units} units"
+        if units > self.free_units:
+            return None
+        if not units:
+            return ()
+        extents = self._allocate_small(units) if units < RUN_UNITS else self._allocate_large(units)
+        if extents is None:
+            return None
+        self.free_units -= units
+        if units > MAX_EXTENT_UNITS:
+            extents = _split(extents)
+            if len(extents) > MAX_EXTENTS:
+                self.release(extents)
+                return None
+        return tuple(extents)
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Live extents become free at once: for puts that failed before anything referred to them."""
+        for start, count in extents:
+            self._give_back(start, count)
+
+    def defer(self, extents: Iterable[Extent], token: int) -> None:
+        """Live extents become pending, until `settle` is called with `token` or more.
+
+        The token is whatever orders deletes and their durability: the log sequence of the DELETE record.
+        """
+        waiting = self._pending.setdefault(token, [])
+        for start, count in extents:
+            self._assert_not_free(start, count)
+            waiting.append((start, count))
+            self.pending_units += count
+        assert self.live_units >= 0, "more units deferred than live"
+
+    def settle(self, token: int) -> int:
+        """Everything deferred with this token or a smaller one becomes free. Returns the units freed."""
+        settled = sorted(waiting for waiting in self._pending if waiting <= token)
+        units = 0
+        for waiting in settled:
+            for start, count in self._pending.pop(waiting):
+                self.pending_units -= count
+                units += count
+                self._give_back(start, count)
+        return units
+
+    def quarantine(self, extents: Iterable[Extent]) -> None:
+        """Live extents are taken out of use until the store is opened again: their media failed."""
+        for start, count in extents:
+            self._assert_not_free(start, count)
+            self._quarantined.append((start, count))
+            self.quarantined_units += count
+        assert self.live_units >= 0, "more units quarantined than live"
+
+    def pending_extents(self) -> Iterator[Extent]:
+        """The extents that wait for their delete to be durable."""
+        return (extent for waiting in self._pending.values() for extent in waiting)
+
+    def quarantined_extents(self) -> Iterator[Extent]:
+        """The extents that are out of use."""
+        return iter(self._quarantined)
+
+    def check(self, live_extents: Iterable[Extent] | None = None) -> None:
+        """Assert every invariant; with `live_extents` also that each unit is accounted for exactly once.
+
+        Costs time in proportion to the number of extents.
+        """
+        fresh = Allocator(0)
+        fresh.data_units = self.data_units
+        end = -1
+        for start, count in self.free_extents():
+            assert start > end, f"free extent at {start} overlaps or touches the one that ends at {end}"
+            assert count > 0, f"free extent of {count} units at {start}"
+            fresh._add(start, count)
+            end = start + count
+        assert end <= self.data_units, f"free extent ends at {end} of {self.data_units} units"
+        assert self._starts == fresh._starts, "end index does not match the free extents"
+        assert self._by_length == fresh._by_length, "length index does not match the free extents"
+        assert self._lengths == sorted(self._by_length), "lengths do not match the length index"
+        assert self._holes == fresh._holes, "hole index does not match the free extents"
+        assert self._hole_sizes == fresh._hole_sizes, "hole sizes do not match the holes"
+        assert self.free_units == sum(self._counts.values()), "free units do not add up"
+        assert self.pending_units == sum(count for _, count in self.pending_extents()), (
+            "pending do not add up"
+        )
+        assert self.quarantined_units == sum(count for _, count in self._quarantined), (
+            "quarantined do not add up"
+        )
+        assert self.live_units >= 0, f"{self.live_units} live units"
+        live = list(live_extents) if live_extents is not None else []
+        end = 0
+        for start, count in sorted(
+            [*self.free_extents(), *self.pending_extents(), *self._quarantined, *live]
+        ):
+            assert start >= end, f"extent of {count} units at {start} overlaps the one that ends at {end}"
+            assert live_extents is None or start == end, f"units {end} to {start} are nowhere"
+            end = start + count
+        assert live_extents is None or end == self.data_units, f"units from {end} on are nowhere"
+
+    def _allocate_small(self, units: int) -> list[Extent]:
+        if self._hole_sizes >> units:
+            return [self._take_hole(units)]
+        if self._lengths:
+            return [self._break_run(units)]
+        extents = []
+        while units:
+            # Only holes are left, each too small: the largest first.
+            taken = min(units, self._hole_sizes.bit_length() - 1)
+            extents.append(self._take_hole(taken))
+            units -= taken
+        return extents
+
+    def _allocate_large(self, units: int) -> list[Extent] | None:
+        lengths = self._lengths
+        if lengths and units <= lengths[-1]:
+            return [self._take_aligned(lengths[bisect_left(lengths, units)], units)]
+        # No extent is long enough: the whole runs of the longest ones, then the rest from the tightest fit.
+        # Nothing is taken before it is certain that there is enough.
+        rest = units
+        pieces: list[int] = []
+        unused = False
+        for length in reversed(lengths):
+            members = len(self._by_length[length])
+            runs = length & ~_RUN_MASK
+            taken = min(members, -(-(rest - length) // runs)) if rest > length else 0
+            rest -= taken * runs
+            pieces.extend([length] * taken)
+            unused = taken < members
+            if unused or len(pieces) >= MAX_EXTENTS:
+                break
+        from_hole = rest < RUN_UNITS and self._hole_sizes >> rest
+        if len(pieces) >= MAX_EXTENTS or not (unused or from_hole):
+            return None
+        extents = [self._take_aligned(length, length & ~_RUN_MASK) for length in pieces]
+        if from_hole:
+            extents.append(self._take_hole(rest))
+        else:
+            extents.append(self._take_aligned(lengths[bisect_left(lengths, rest)], rest))
+        return extents
+
+    def _take_aligned(self, length: int, units: int) -> Extent:
+        """The first `units` from the first run boundary on, of a free extent indexed under `length`."""
+        owner = _newest(self._by_length[length])
+        start = owner + (-owner & _RUN_MASK)
+        self._carve(owner, start, units)
+        return start, units
+
+    def _take_hole(self, units: int) -> Extent:
+        """Part of the tightest hole, at the side where it does not touch free whole runs."""
+        sizes = self._hole_sizes >> units
+        size = units + (sizes & -sizes).bit_length() - 1
+        hole = _newest(self._holes[size])
+        if hole in self._counts:
+            owner = start = hole
+        else:
+            owner = self._starts[hole + size]
+            start = hole + size - units
+        self._carve(owner, start, units)
+        return start, units
+
+    def _break_run(self, units: int) -> Extent:
+        """Part of a whole run of the shortest extent, at a side where it leaves one remainder if possible."""
+        owner = _newest(self._by_length[self._lengths[0]])
+        start = owner + (-owner & _RUN_MASK)
+        end = owner + self._counts[owner]
+        if start != owner and not end & _RUN_MASK:
+            start = end - units
+        self._carve(owner, start, units)
+        return start, units
+
+    def _carve(self, owner: int, start: int, units: int) -> None:
+        """Remove `units` at `start` from the free extent that starts at `owner`."""
+        end = owner + self._remove(owner)
+        if start > owner:
+            self._add(owner, start - owner)
+        if start + units < end:
+            self._add(start + units, end - start - units)
+
+    def _give_back(self, start: int, count: int) -> None:
+        self._assert_not_free(start, count)
+        self.free_units += count
+        end = start + count
+        if end in self._counts:
+            count += self._remove(end)
+        if start in self._starts:
+            start = self._starts[start]
+            count += self._remove(start)
+        self._add(start, count)
+
+    def _assert_not_free(self, start: int, count: int) -> None:
+        assert 0 <= start < start + count <= self.data_units, f"{count} units at {start} do not exist"
+        # Exact and cheap rather than complete: what lies strictly inside a free extent is found by `check`.
+        assert start not in self._counts, f"{count} units at {start} are free already"
+        assert start + count not in self._starts, f"{count} units at {start} are free already"
+
+    def _add(self, start: int, count: int) -> None:
+        """Record a free extent that touches no other."""
+        end = start + count
+        self._counts[start] = count
+        self._starts[end] = start
+        front = -start & _RUN_MASK
+        if front >= count:
+            self._add_hole(start, count)
+            return
+        if front:
+            self._add_hole(start, front)
+        length = count - front
+        if length >= RUN_UNITS:
+            members = self._by_length.get(length)
+            if members is None:
+                self._by_length[length] = {start: None}
+                insort(self._lengths, length)
+            else:
+                members[start] = None
+        if end & _RUN_MASK:
+            self._add_hole(end & ~_RUN_MASK, end & _RUN_MASK)
+
+    def _remove(self, start: int) -> int:
+        """Forget a free extent. Returns its units."""
+        count = self._counts.pop(start)
+        end = start + count
+        del self._starts[end]
+        front = -start & _RUN_MASK
+        if front >= count:
+            self._remove_hole(start, count)
+            return count
+        if front:
+            self._remove_hole(start, front)
+        length = count - front
+        if length >= RUN_UNITS:
+            members = self._by_length[length]
+            del members[start]
+            if not members:
+                del self._by_length[length]
+                del self._lengths[bisect_left(self._lengths, length)]
+        if end & _RUN_MASK:
+            self._remove_hole(end & ~_RUN_MASK, end & _RUN_MASK)
+        return count
+
+    def _add_hole(self, start: int, size: int) -> None:
+        self._holes[size][start] = None
+        self._hole_sizes |= 1 << size
+
+    def _remove_hole(self, start: int, size: int) -> None:
+        holes = self._holes[size]
+        del holes[start]
+        if not holes:
+            self._hole_sizes &= ~(1 << size)
+
+
+def _newest(members: dict[int, None]) -> int:
+    # Not next(reversed(members)): that walks over every entry deleted from the end since the last resize,
+    # popitem drops them for good.
+    start, _ = members.popitem()
+    members[start] = None
+    return start
+
+
+def _split(extents: list[Extent]) -> list[Extent]:
+    """The same extents with none longer than a record can express."""
+    return [
+        (start + offset, min(count - offset, MAX_EXTENT_UNITS))
+        for start, count in extents
+        for offset in range(0, count, MAX_EXTENT_UNITS)
+    ]
