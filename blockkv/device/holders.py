@@ -126,24 +126,22 @@ def mounts() -> list[Mount]:
 def openers(status: os.stat_result) -> list[str]:
     """Processes that have the device or file open, as "pid 1234 (python3)", those that may write first.
 
-    Only what /proc shows us: as an ordinary user that is one's own processes.
+    For a device also those that have its disk or one of its partitions open. Only what /proc shows us:
+    as an ordinary user that is one's own processes.
     """
-    ours = PROC / str(os.getpid())
+    devices = _family(status.st_rdev) if stat.S_ISBLK(status.st_mode) else set()
     writers: list[str] = []
     readers: list[str] = []
     for process in _processes():
         try:
-            descriptors = [entry for entry in (process / "fd").iterdir() if _is_same(entry, status)]
+            descriptors = [entry for entry in (process / "fd").iterdir() if _leads_to(entry, status, devices)]
         except OSError:
             continue
         if not descriptors:
             continue
-        name = f"pid {process.name} ({read_text(process / 'comm')})"
-        if process == ours:
-            name += ", this process"
         flags = [read_text(process / "fdinfo" / entry.name) or "" for entry in descriptors]
         writable = any(_opened_for_writing(text) for text in flags)
-        (writers if writable else readers).append(name)
+        (writers if writable else readers).append(process_name(int(process.name)))
     return writers + readers
 
 
@@ -197,18 +195,8 @@ def _uses(
 
 
 def _device_uses(device: int, all_mounts: list[Mount], visited: set[tuple[int, int]]) -> Iterator[Finding]:
-    directory = sysfs_directory(device)
-    yield from _direct_uses(device, directory, all_mounts, visited)
-    if directory is None:
-        return
-    for partition in partitions(directory):
-        number = device_number(partition)
-        if number is not None:
-            yield from _direct_uses(number, partition, all_mounts, visited)
-    if (directory / "partition").exists():
-        number = device_number(directory.parent)
-        if number is not None:
-            yield from _direct_uses(number, directory.parent, all_mounts, visited)
+    for relative in sorted(_family(device), key=lambda number: (number != device, number)):
+        yield from _direct_uses(relative, sysfs_directory(relative), all_mounts, visited)
 
 
 def _direct_uses(
@@ -341,7 +329,7 @@ def backing_uses(status: os.stat_result) -> list[Finding]:
         backing = path.stat()
     except OSError:
         return []
-    visited = {(status.st_rdev, 0), (number, 0), *((n, 0) for n in map(device_number, partitions(loop)) if n)}
+    visited = {(relative, 0) for relative in _family(number)}
     all_mounts = mounts()
     if stat.S_ISBLK(backing.st_mode):
         found = list(_device_uses(backing.st_rdev, all_mounts, visited)) or claim_finding(str(path))
@@ -349,7 +337,7 @@ def backing_uses(status: os.stat_result) -> list[Finding]:
     found = []
     for other in loops_over(backing):
         other_number = device_number(other)
-        if other_number is not None and other != loop and _overlap(loop, other):
+        if other_number is not None and other_number != number and _overlap(loop, other):
             found += list(_device_uses(other_number, all_mounts, visited)) or claim_finding(
                 f"/dev/{other.name}"
             )
@@ -434,13 +422,27 @@ def _is_backed_by(loop: Path, status: os.stat_result) -> bool:
 
 def _is_same(path: Path, status: os.stat_result) -> bool:
     """Whether `path` leads to the same file, or to the same device under any node."""
+    return _leads_to(path, status, {status.st_rdev})
+
+
+def _leads_to(path: Path, status: os.stat_result, devices: set[int]) -> bool:
+    """Whether `path` leads to the file with that status, or, if that is a device, to one of `devices`."""
     try:
         other = path.stat()
     except OSError:
         return False
     if stat.S_ISBLK(status.st_mode):
-        return stat.S_ISBLK(other.st_mode) and other.st_rdev == status.st_rdev
+        return stat.S_ISBLK(other.st_mode) and other.st_rdev in devices
     return (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino)
+
+
+def _family(device: int) -> set[int]:
+    """A device, the disk it is part of and its partitions: an exclusive open of one excludes the others."""
+    directory = sysfs_directory(device)
+    if directory is None:
+        return {device}
+    relatives = [*partitions(directory), *([directory.parent] if (directory / "partition").exists() else [])]
+    return {device, *(number for number in map(device_number, relatives) if number is not None)}
 
 
 def _processes() -> list[Path]:

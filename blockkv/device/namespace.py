@@ -214,7 +214,9 @@ def open_namespace(
     return descriptor, canonical, limits
 
 
-def create_file(path: str | os.PathLike[str], size_bytes: int, *, overwrite: bool = False) -> str:
+def create_file(
+    path: str | os.PathLike[str], size_bytes: int, *, overwrite: bool = False, wait_s: float = LOCK_WAIT_S
+) -> str:
     """Make a regular file of `size_bytes` zeros with all its space allocated; return its canonical path.
 
     Allocated now so that a full file system fails here rather than a later write. Mode 0600, because
@@ -243,7 +245,7 @@ def create_file(path: str | os.PathLike[str], size_bytes: int, *, overwrite: boo
     except OSError as error:
         raise _open_error(canonical, error, writing=True) from None
     try:
-        _lock_before(time.monotonic() + LOCK_WAIT_S, canonical, descriptor, shared=False)
+        _lock_before(time.monotonic() + wait_s, canonical, descriptor, shared=False)
         status = os.fstat(descriptor)
         if status.st_size and not overwrite:
             raise OccupiedError(
@@ -432,7 +434,9 @@ def _permission_hint(path: str) -> str:
     except OSError:
         return "check its permissions"
     if stat.S_ISBLK(status.st_mode):
-        return "run as root or in the device's group, usually disk; in a container, pass the device in"
+        if os.geteuid() == 0:
+            return "a device cgroup forbids it: give the container access to the device"
+        return "run as root, or as a member of the device's group, usually disk"
     mode = stat.S_IMODE(status.st_mode)
     return f"it belongs to user {status.st_uid}, mode {mode:04o}; `lsattr` shows if it is immutable"
 

@@ -50,11 +50,11 @@ PARTITION_TABLES = frozenset(
 """Types libblkid gives to partition tables (libblkid/src/partitions)."""
 
 CLEAR_COMMANDS = {
-    "LVM2_member": "vgremove GROUP if it is in one (`pvs {path}`), then pvremove {path}",
+    "LVM2_member": "pvremove {path} (if it is in a volume group, first vgremove that; pvs {path} names it)",
     "linux_raid_member": "mdadm --zero-superblock {path}",
     "ddf_raid_member": "mdadm --zero-superblock {path}",
     "isw_raid_member": "mdadm --zero-superblock {path}",
-    "crypto_LUKS": "cryptsetup erase {path}, then wipefs -a {path}",
+    "crypto_LUKS": "cryptsetup erase {path} && wipefs -a {path}",
     "zfs_member": "zpool labelclear -f {path}",
     "drbd": "drbdadm wipe-md RESOURCE",
     "ceph_bluestore": "ceph-volume lvm zap {path}",
@@ -91,7 +91,7 @@ def occupancy(
         content += _signature_findings(canonical, opened)
         content += _store_findings(canonical, opened, size_bytes, magic, magic_offsets)
         # any of the above explains non-zero bytes; its command is the better one
-        return found + (content or list(_data_findings(canonical, opened, size_bytes, status)))
+        return found + (content or list(_data_findings(canonical, opened, size_bytes)))
     finally:
         if descriptor is None:
             os.close(opened)
@@ -153,7 +153,7 @@ def _partition_findings(path: str, status: os.stat_result) -> Iterator[Finding]:
             "partition",
             f"partition {device_node(number)}, {size_bytes} bytes",
             f"at byte {start_bytes}",
-            f"wipefs -a {shlex.quote(path)}, then partx --delete --nr {index} {shlex.quote(path)}",
+            f"partx --delete --nr {index} {shlex.quote(path)}",
             overridable=True,
         )
 
@@ -231,7 +231,7 @@ def _store_findings(
     ]
 
 
-def _data_findings(path: str, descriptor: int, size_bytes: int, status: os.stat_result) -> Iterator[Finding]:
+def _data_findings(path: str, descriptor: int, size_bytes: int) -> Iterator[Finding]:
     tail_start = max(EDGE_BYTES, (size_bytes - EDGE_BYTES) // UNIT_BYTES * UNIT_BYTES)
     for start, end in ((0, min(EDGE_BYTES, size_bytes)), (tail_start, size_bytes)):
         if start >= end:
@@ -242,10 +242,10 @@ def _data_findings(path: str, descriptor: int, size_bytes: int, status: os.stat_
             continue
         first = start + len(content) - len(stripped)
         last = start + len(content.rstrip(b"\0")) - 1
-        quoted = shlex.quote(path)
-        clear = f"blkdiscard --zeroout --offset {start} --length {end - start} {quoted}"
-        if stat.S_ISREG(status.st_mode):
-            clear = f"fallocate --zero-range --offset {start} --length {end - start} {quoted}"
+        clear = (
+            f"dd if=/dev/zero of={shlex.quote(path)} bs=1M conv=notrunc "
+            f"iflag=count_bytes count={end - start} oflag=seek_bytes seek={start}"
+        )
         yield Finding(
             "data",
             "data of unknown origin (not zero)",
