@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -395,11 +395,11 @@ class Allocator:
 def _group(keys: NDArray[np.int64], members: NDArray[np.int64]) -> Iterator[tuple[int, dict[int, None]]]:
     """The members of each key, as an ordered set; keys ascending."""
     order = np.argsort(keys, kind="stable")
-    distinct, firsts = np.unique(keys[order], return_index=True)
-    bounds = [*firsts.tolist(), len(keys)]
+    ordered_keys = keys[order]
+    firsts = np.flatnonzero(np.diff(ordered_keys, prepend=-1))
     ordered = members[order].tolist()
-    for index, key in enumerate(distinct.tolist()):
-        yield key, dict.fromkeys(ordered[bounds[index] : bounds[index + 1]])
+    for first, end in pairwise([*firsts.tolist(), len(ordered)]):
+        yield int(ordered_keys[first]), dict.fromkeys(ordered[first:end])
 
 
 def _newest(members: dict[int, None]) -> int:
