@@ -21,12 +21,14 @@ Not here: comparing checksums with a record, retry policy, order of writes (`blo
 from __future__ import annotations
 
 import enum
+import errno
+import os
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from blockkv.errors import DeviceError
+from blockkv.errors import DeviceError, DeviceLost
 
 UNIT_BYTES = 4096
 """Allocation unit and metadata page size. Every LBA size in use (512, 4096) divides it."""
@@ -240,6 +242,10 @@ class Device(ABC):
         self.wait(batch)
         code = batch.result(0)
         if code:
-            raise DeviceError(
-                f"{self.path}: {verb} of {length_bytes} bytes at {offset_bytes} failed: errno {-code}", -code
-            )
+            raise device_error(self.path, f"{verb} of {length_bytes} bytes at {offset_bytes}", code)
+
+
+def device_error(path: str, what: str, code: int) -> DeviceError:
+    """The exception for a negative errno. A namespace that went away answers ENODEV or ENXIO."""
+    kind = DeviceLost if -code in (errno.ENODEV, errno.ENXIO) else DeviceError
+    return kind(f"{path}: {what} failed: {os.strerror(-code)} (errno {-code})", -code)

@@ -63,8 +63,11 @@ __all__ = [
     "iterate_records",
     "key_digest",
     "layout_checksum",
+    "layout_id_of",
     "payload_bytes_of",
+    "put_bytes_at_most",
     "root_checksum",
+    "root_of",
 ]
 
 DIGEST_BYTES = 32
@@ -147,6 +150,8 @@ _TAIL_BYTES = KEY_TAIL_RECORD.size_bytes
 LAYOUT_BODY_MAX = PAGE_PAYLOAD_BYTES - _LAYOUT_BYTES
 """Longest description a LAYOUT record holds."""
 
+_LAYOUT_ID_OFFSET = PUT_RECORD.offsets["layout_id"]
+_ROOT_OFFSET = PUT_RECORD.offsets["root"]
 _unpack_put = PUT_RECORD.struct.unpack_from
 _unpack_delete = DELETE_RECORD.struct.unpack_from
 _unpack_layout = LAYOUT_RECORD.struct.unpack_from
@@ -446,3 +451,19 @@ def payload_bytes_of(raw: bytes) -> int:
     """The payload size of an accepted PUT record, without decoding the rest of it."""
     (payload_bytes,) = _unpack_word(raw, PUT_RECORD.offsets["payload_bytes"])
     return int(payload_bytes)
+
+
+def layout_id_of(raw: bytes) -> int:
+    """The layout id of an accepted PUT record, without decoding the rest of it."""
+    return int.from_bytes(raw[_LAYOUT_ID_OFFSET : _LAYOUT_ID_OFFSET + 4], "little")
+
+
+def root_of(raw: bytes) -> bytes:
+    """The root checksum of an accepted PUT record, without decoding the rest of it. 16 bytes."""
+    return raw[_ROOT_OFFSET : _ROOT_OFFSET + 16]
+
+
+def put_bytes_at_most(payload_bytes: int, key_bytes: int) -> int:
+    """The most that the records of such a chunk can take, whatever extents it gets."""
+    extents_at_most = min(unit_count(payload_bytes), MAX_EXTENTS)
+    return _PUT_BYTES + 8 * (extents_at_most + leaf_count(payload_bytes)) + key_bytes + _TAIL_BYTES + 16

@@ -1,0 +1,97 @@
+"""blockkv: KV-cache chunks straight on a raw NVMe namespace.
+
+::
+
+    import blockkv
+
+    blockkv.format("/dev/nvme1n1")
+    with blockkv.open("/dev/nvme1n1") as store:
+        store.put("prefix-1", {"k": k, "v": v}, durable=True)
+        kv = store.get("prefix-1")              # None for a miss; verified otherwise
+
+See `Store` for everything a store does, and `blockkv.errors` for what can be raised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from blockkv.errors import (
+    BatchError,
+    BlockKVError,
+    DeviceBusy,
+    DeviceError,
+    DeviceLost,
+    DeviceReadOnly,
+    DeviceTooSmall,
+    FormatError,
+    InvalidArgument,
+    LayoutMismatch,
+    NotFormatted,
+    OccupiedError,
+    StoreClosed,
+    StoreFull,
+    StoreReadOnly,
+    VersionTooNew,
+    WrongKey,
+    WrongStore,
+)
+
+if TYPE_CHECKING:
+    from blockkv.memory import empty
+    from blockkv.store import CheckReport, ChunkInfo, Store, StoreFuture
+    from blockkv.store import format_device as format
+    from blockkv.store import open_store as open
+
+__all__ = [
+    "BatchError",
+    "BlockKVError",
+    "CheckReport",
+    "ChunkInfo",
+    "DeviceBusy",
+    "DeviceError",
+    "DeviceLost",
+    "DeviceReadOnly",
+    "DeviceTooSmall",
+    "FormatError",
+    "InvalidArgument",
+    "LayoutMismatch",
+    "NotFormatted",
+    "OccupiedError",
+    "Store",
+    "StoreClosed",
+    "StoreFull",
+    "StoreFuture",
+    "StoreReadOnly",
+    "VersionTooNew",
+    "WrongKey",
+    "WrongStore",
+    "__version__",
+    "empty",
+    "format",
+    "open",
+]
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "CheckReport": ("blockkv.store", "CheckReport"),
+    "ChunkInfo": ("blockkv.store", "ChunkInfo"),
+    "Store": ("blockkv.store", "Store"),
+    "StoreFuture": ("blockkv.store", "StoreFuture"),
+    "empty": ("blockkv.memory", "empty"),
+    "format": ("blockkv.store", "format_device"),
+    "open": ("blockkv.store", "open_store"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import; commands that only look at metadata do without it.
+    if name not in _LAZY:
+        raise AttributeError(f"module 'blockkv' has no attribute {name!r}")
+    import importlib
+
+    module, attribute = _LAZY[name]
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value

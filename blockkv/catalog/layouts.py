@@ -1,0 +1,172 @@
+"""Layouts: what a chunk's payload is made of, and the numbers that stand for them in the records.
+
+Each distinct layout is written to the device once. It lives as long as a chunk refers to it, and its number
+is never given out again, so a record cannot come to mean another layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+from blockkv.format.record import layout_checksum
+
+if TYPE_CHECKING:
+    import torch
+
+BODY_LIMIT_BYTES = 1 << 20
+"""An encoded layout may expand to at most this: the image it comes from is not trusted."""
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name` ("bfloat16"). Raises ValueError when this torch has none."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a chunk: its name ("" when unnamed), torch dtype name, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a chunk's payload is made of. `form` is "tensor", "list" or "dict"."""
+
+    form: str
+    specs: tuple[TensorSpec, ...]
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        return sum(spec.size_bytes for spec in self.specs)
+
+    @cached_property
+    def body(self) -> bytes:
+        """The encoded layout, as a LAYOUT record carries it: a tag byte, then JSON, deflated when long."""
+        text = json.dumps(
+            [self.form, [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]],
+            separators=(",", ":"),
+            ensure_ascii=False,
+        ).encode()
+        return b"J" + text if len(text) < 256 else b"Z" + zlib.compress(text, 9)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Binds a chunk's root checksum to its layout: 16 bytes."""
+        return layout_checksum(self.body)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Layout:
+        """Inverse of `body`. Raises ValueError on anything else; never expands beyond BODY_LIMIT_BYTES."""
+        tag, text = body[:1], body[1:]
+        if tag == b"Z":
+            inflater = zlib.decompressobj()
+            try:
+                text = inflater.decompress(text, BODY_LIMIT_BYTES)
+            except zlib.error as error:
+                raise ValueError(f"layout does not inflate: {error}") from None
+            if not inflater.eof:
+                raise ValueError(f"layout is cut short or longer than {BODY_LIMIT_BYTES} bytes")
+        elif tag != b"J":
+            raise ValueError(f"layout has unknown tag {tag!r}")
+        try:
+            form, items = json.loads(text)
+            specs = tuple(
+                TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in items
+            )
+        except (RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"layout is not readable: {error}") from None
+        if form not in ("tensor", "list", "dict") or not specs or (form == "tensor" and len(specs) != 1):
+            raise ValueError(f"layout has form {form!r} with {len(specs)} tensors")
+        if any(dim < 1 for spec in specs for dim in spec.shape):
+            raise ValueError("layout has an empty tensor")
+        layout = cls(form, specs)
+        if layout.body != body:
+            # One layout has one encoding, or two chunks could differ in their checksums' layout alone.
+            object.__setattr__(layout, "body", body)
+        return layout
+
+    def __str__(self) -> str:
+        parts = [f"{s.name + ': ' if s.name else ''}{s.dtype}{list(s.shape)}" for s in self.specs[:4]]
+        more = f", ... {len(self.specs)} tensors" if len(self.specs) > 4 else ""
+        return f"{self.form}({', '.join(parts)}{more})"
+
+
+class Layouts:
+    """Layouts by number and by encoded body, with the number of chunks that refer to each."""
+
+    def __init__(self, next_id: int = 1) -> None:
+        self.next_id = next_id
+        self._by_id: dict[int, Layout] = {}
+        self._ids: dict[bytes, int] = {}
+        self._references: dict[int, int] = {}
+        self.body_bytes = 0
+        """Sum of the encoded layouts, each with the record round it (at most 32 bytes)."""
+
+    def __getitem__(self, layout_id: int) -> Layout:
+        return self._by_id[layout_id]
+
+    def __contains__(self, layout_id: int) -> bool:
+        return layout_id in self._by_id
+
+    def __iter__(self) -> Iterator[tuple[int, Layout]]:
+        return iter(self._by_id.items())
+
+    def acquire(self, layout: Layout) -> tuple[int, bool]:
+        """The number for `layout` with one more reference, and whether it is new and must be logged."""
+        layout_id = self._ids.get(layout.body)
+        if layout_id is not None:
+            self._references[layout_id] += 1
+            return layout_id, False
+        layout_id = self.next_id
+        self.define(layout_id, layout)
+        self._references[layout_id] = 1
+        return layout_id, True
+
+    def define(self, layout_id: int, layout: Layout) -> None:
+        """Enter a layout read from the device, without a reference."""
+        self.next_id = max(self.next_id, layout_id + 1)
+        self._by_id[layout_id] = layout
+        self.body_bytes += len(layout.body) + 32
+        self._ids[layout.body] = layout_id
+        self._references.setdefault(layout_id, 0)
+
+    def refer(self, layout_id: int) -> None:
+        """One more chunk read from the device uses `layout_id`."""
+        self._references[layout_id] += 1
+
+    def release(self, layout_id: int) -> None:
+        """One chunk fewer uses `layout_id`; an unused layout is forgotten."""
+        self._references[layout_id] -= 1
+        if self._references[layout_id] == 0:
+            self._forget(layout_id)
+
+    def forget_unused(self) -> None:
+        """Drop what no chunk refers to, after everything was read from the device."""
+        for layout_id in [number for number, count in self._references.items() if count == 0]:
+            self._forget(layout_id)
+
+    def _forget(self, layout_id: int) -> None:
+        layout = self._by_id.pop(layout_id)
+        self.body_bytes -= len(layout.body) + 32
+        del self._references[layout_id]
+        if self._ids.get(layout.body) == layout_id:
+            del self._ids[layout.body]

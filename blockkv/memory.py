@@ -1,0 +1,79 @@
+"""Memory that direct I/O reaches without a copy: aligned to 2 MiB, on huge pages, left out of core dumps.
+
+Buffers on 4 KiB pages cost the kernel one segment per page in every request and cap a request at
+max_segments pages (`block/blk-settings.c`), so everything blockkv allocates for payload comes from here.
+KV cache reveals prompts (arXiv 2508.09442), hence MADV_DONTDUMP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from blockkv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["aligned_memory", "empty"]
+
+HUGE_PAGE_BYTES = 2 << 20
+"""x86-64 and arm64 (4 KiB granule) PMD size: the unit of transparent huge pages."""
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def aligned_memory(size_bytes: int) -> memoryview:
+    """`size_bytes` of zeroed anonymous memory, as a writable byte view that owns it.
+
+    Starts on 2 MiB and is advised onto huge pages when it is at least that long, on 4 KiB otherwise.
+    The memory is unmapped when the last view of it is gone.
+    """
+    if size_bytes < 1:
+        raise InvalidArgument(f"cannot allocate {size_bytes} bytes; ask for at least 1")
+    if size_bytes < HUGE_PAGE_BYTES:
+        region = mmap.mmap(-1, _round_up(size_bytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(region, mmap.MADV_DONTDUMP)
+        return memoryview(region)[:size_bytes]
+    mapped_bytes = _round_up(size_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
+    region = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise(region, mmap.MADV_HUGEPAGE)
+    _advise(region, mmap.MADV_DONTDUMP)
+    start = -_address_of(region) % HUGE_PAGE_BYTES
+    return memoryview(region)[start : start + size_bytes]
+
+
+def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A CPU tensor whose memory can be read and written by the device directly, with no bounce.
+
+    Shape and dtype as for `torch.empty` (dtype defaults to `torch.get_default_dtype()`); contents are
+    zero at first. Raises InvalidArgument for a zero-size shape.
+    """
+    import torch
+
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    dtype = dtype or torch.get_default_dtype()
+    count = math.prod(dims)
+    if count < 1 or any(dim < 0 for dim in dims):
+        raise InvalidArgument(f"cannot allocate a tensor of shape {dims}: it has no elements")
+    view = aligned_memory(count * dtype.itemsize)
+    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(dims)
+
+
+def _advise(region: mmap.mmap, advice: int) -> None:
+    # Advice only: a kernel without transparent huge pages answers EINVAL, and slower is still right.
+    with contextlib.suppress(OSError):
+        region.madvise(advice)
+
+
+def _address_of(region: mmap.mmap) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(region))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,21 @@
+"""Keys: what a caller may use as one."""
+
+from __future__ import annotations
+
+from blockkv.errors import InvalidArgument
+from blockkv.format.record import MAX_KEY_BYTES
+
+Key = str | bytes
+
+
+def encode_key(key: Key) -> bytes:
+    """The key's bytes (UTF-8 for str). Raises InvalidArgument unless they are 1 to 4096."""
+    if isinstance(key, str):
+        encoded = key.encode()
+    elif isinstance(key, bytes):
+        encoded = key
+    else:
+        raise InvalidArgument(f"a key is str or bytes, not {type(key).__name__}")
+    if not 1 <= len(encoded) <= MAX_KEY_BYTES:
+        raise InvalidArgument(f"a key has 1 to {MAX_KEY_BYTES} bytes, this one {len(encoded)}")
+    return encoded

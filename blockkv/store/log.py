@@ -1,0 +1,400 @@
+"""Group commit and checkpoint: the order in which metadata reaches the device.
+
+One commit group is one burst of journal pages and one flush::
+
+    commit       pages of the group -> completions -> FLUSH -> group durable -> its freed extents reusable
+    checkpoint   snapshot of the index -> inactive area -> FLUSH
+                 -> superblock generation + 1: head, FLUSH, tail, FLUSH -> older pages reusable
+
+Data writes complete before their record enters a group, so the group's one flush covers them too. It
+needs no FUA. A page may still land while data it names does not, which is why pages carry the sequence
+known to be flushed and recovery reads the payload of everything later (`blockkv.store.recovery`).
+
+Invariants
+  * a group is durable only when everything logged before it is (groups become durable in order);
+  * records with a log sequence number up to the checkpoint's are part of the checkpoint and are skipped
+    when pages written after its anchor name them again;
+  * a journal page is overwritten only after a superblock whose anchor lies behind it is durable;
+  * a failed page, flush or superblock write ends all writing: it is never retried, because the kernel may
+    have dropped the data and reported the failure only once.
+
+Lock order: `_checkpoint_lock`, then `_commit_lock`, then the store's lock (`_lock`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority, device_error
+from blockkv.errors import BlockKVError, DeviceError, StoreFull, StoreReadOnly
+from blockkv.format import checkpoint
+from blockkv.format.geometry import PAGE_BYTES, Geometry
+from blockkv.format.journal import build_pages
+from blockkv.format.page import PAGE_PAYLOAD_BYTES, checksum_of
+from blockkv.format.superblock import Superblock, slots_of
+from blockkv.space.allocator import Allocator
+
+logger = logging.getLogger("blockkv")
+
+CHECKPOINT_AT = 0.5
+"""Share of the journal in use at which a checkpoint starts in the background."""
+BLOCK_AT = 0.9
+"""Share of the journal in use at which commits wait for a checkpoint."""
+CHECKPOINT_WRITE_BYTES = 4 << 20
+"""Checkpoint pages handed to the device at a time."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Records that become durable together."""
+
+    number: int
+    records: list[bytes] = field(default_factory=list)
+    record_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Tail:
+    """Where the journal goes on."""
+
+    next_sequence: int
+    predecessor: bytes
+    sealed_sequence: int
+    next_log_sequence: int
+
+
+Snapshot = Callable[[], tuple[list[bytes], int]]
+"""Every record a checkpoint holds, in the order to write them, and the next layout number."""
+
+
+class Log:
+    """The journal, the checkpoints and the superblock of one open store."""
+
+    def __init__(
+        self,
+        device: Device,
+        superblock: Superblock,
+        tail: Tail,
+        lock: threading.RLock,
+        allocator: Allocator,
+        snapshot: Snapshot,
+        *,
+        discard: bool = False,
+    ) -> None:
+        self.superblock = superblock
+        self.geometry: Geometry = superblock.geometry
+        self.failure: BlockKVError | None = None
+        self.durable_number = 0
+        """Every group up to this one is on media."""
+        self.groups_committed = 0
+        self.pages_written = 0
+        self.checkpoints_written = 0
+        self.checkpoint_s = 0.0
+        self._device = device
+        self._tail = tail
+        self._lock = lock
+        self._allocator = allocator
+        self._snapshot = snapshot
+        self._discard = discard
+        self._pending = Group(1)
+        self._commit_lock = threading.Lock()
+        self._checkpoint_lock = threading.Lock()
+        self._work = threading.Condition(lock)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    # -- filling the pending group (store lock held) ---------------------------------------------------
+
+    def next_log_sequence(self) -> int:
+        """A number for the next record. The caller holds the store's lock until it is appended."""
+        number = self._tail.next_log_sequence
+        self._tail.next_log_sequence += 1
+        return number
+
+    def append(self, records: Iterable[bytes]) -> int:
+        """Add encoded records to the pending group and return its number. Store lock held."""
+        group = self._pending
+        for record in records:
+            group.records.append(record)
+            group.record_bytes += len(record)
+        self._work.notify()
+        return group.number
+
+    # -- commit ----------------------------------------------------------------------------------------
+
+    def commit(self, number: int | None = None) -> None:
+        """Return once group `number` (default: everything appended so far) is durable.
+
+        Raises StoreReadOnly when the log cannot be written any more.
+        """
+        with self._lock:
+            newest = self._pending.number if self._pending.records else self._pending.number - 1
+        wanted = newest if number is None else min(number, newest)
+        while wanted > self.durable_number:
+            if not self._commit_pending(wanted):
+                self.checkpoint(needed=lambda: wanted > self.durable_number and not self._fits(self._pending))
+
+    def _commit_pending(self, number: int) -> bool:
+        """Write the pending group unless `number` is durable already; False when the journal is too full."""
+        with self._commit_lock:
+            self.check_writable()
+            if number <= self.durable_number:
+                return True
+            with self._lock:
+                group = self._pending
+                if not self._fits(group):
+                    return False
+                self._pending = Group(group.number + 1)
+            try:
+                self._write_pages(group)
+            except DeviceError as error:
+                self._fail(error)
+                raise self._refusal() from error
+            self._settle(group)
+        return True
+
+    def _fits(self, group: Group) -> bool:
+        # The records of two neighbouring pages together exceed one page, or they would share it.
+        pages = 2 * group.record_bytes // PAGE_PAYLOAD_BYTES + 1
+        used = self._tail.next_sequence - self.superblock.replay_from_sequence
+        return used + pages <= int(self.geometry.journal_pages * BLOCK_AT)
+
+    @property
+    def journal_used(self) -> float:
+        """Share of the journal that a recovery would have to replay."""
+        used = self._tail.next_sequence - self.superblock.replay_from_sequence
+        return used / self.geometry.journal_pages
+
+    def _checkpoint_due(self) -> bool:
+        return self.journal_used >= CHECKPOINT_AT
+
+    def _write_pages(self, group: Group) -> None:
+        pages = build_pages(
+            group.records,
+            next_sequence=self._tail.next_sequence,
+            predecessor=self._tail.predecessor,
+            epoch=self.superblock.epoch,
+            store_id=self.superblock.uuid,
+            sealed_sequence=self._tail.sealed_sequence,
+            journal_pages=self.geometry.journal_pages,
+        )
+        write_all(self._device, [(self.geometry.journal_offset(index), page) for index, page in pages])
+        self._device.flush()
+        self._tail.next_sequence += len(pages)
+        self._tail.predecessor = checksum_of(pages[-1][1])
+        self._tail.sealed_sequence = self._tail.next_sequence - 1
+        self.pages_written += len(pages)
+
+    def _settle(self, group: Group) -> None:
+        """The group is on media: what it deleted becomes free."""
+        if self._discard:
+            self._discard_freed(group.number)
+        with self._lock:
+            self.durable_number = group.number
+            self.groups_committed += 1
+            self._allocator.settle(group.number)
+
+    def _discard_freed(self, number: int) -> None:
+        # Before they become free: a discard of an extent that was given out again would destroy live data.
+        with self._lock:
+            freed = list(self._allocator.pending_extents(number))
+        for start, count in freed:
+            try:
+                self._device.discard(self.geometry.unit_offset(start), count * UNIT_BYTES)
+            except DeviceError as error:
+                logger.warning("discard failed and is switched off: %s", error)
+                self._discard = False
+                return
+
+    # -- checkpoint ------------------------------------------------------------------------------------
+
+    def checkpoint(
+        self, *, needed: Callable[[], bool] | None = None, clean: bool = False, hold_commits: bool = True
+    ) -> None:
+        """Write the whole index to the inactive area and move the superblock to it.
+
+        `needed` is asked once the checkpoint's turn has come; another one may have made it unnecessary.
+        With `hold_commits` no group is committed meanwhile and everything appended before becomes durable
+        with the checkpoint; without it commits go on, behind the checkpoint's anchor. Raises StoreReadOnly
+        or StoreFull (the checkpoint area is too small for the index).
+        """
+        with self._checkpoint_lock:
+            self._commit_lock.acquire()
+            held = True
+            try:
+                self.check_writable()
+                if needed is not None and not needed():
+                    return
+                started = time.monotonic()
+                with self._lock:
+                    records, next_layout_id = self._snapshot()
+                    log_sequence = self._tail.next_log_sequence - 1
+                    covered: Group | None = None
+                    if hold_commits:
+                        covered = self._pending
+                        self._pending = Group(covered.number + 1)
+                    anchor = dataclasses.replace(self._tail)
+                if not hold_commits:
+                    self._commit_lock.release()
+                    held = False
+                try:
+                    superblock = self._write_checkpoint(records, log_sequence, next_layout_id, anchor, clean)
+                    write_superblock(self._device, superblock)
+                except DeviceError as error:
+                    self._fail(error)
+                    raise self._refusal() from error
+                except StoreFull:
+                    if covered is not None:
+                        with self._lock:
+                            covered.records.extend(self._pending.records)
+                            covered.record_bytes += self._pending.record_bytes
+                            covered.number = self._pending.number
+                            self._pending = covered
+                    raise
+                self.superblock = superblock
+                self.checkpoints_written += 1
+                self.checkpoint_s += time.monotonic() - started
+                if covered is not None:
+                    self._settle(covered)
+            finally:
+                if held:
+                    self._commit_lock.release()
+
+    def _write_checkpoint(
+        self,
+        records: list[bytes],
+        log_sequence: int,
+        next_layout_id: int,
+        anchor: Tail,
+        clean: bool,
+    ) -> Superblock:
+        area = 1 - self.superblock.checkpoint_area
+        zone = self.geometry.checkpoints[area]
+        checkpoint_id = os.urandom(16)
+        offset, page_count = zone.offset_bytes, 0
+        burst: list[bytes] = []
+
+        def write_burst() -> None:
+            nonlocal offset
+            data = b"".join(burst)
+            if offset + len(data) > zone.offset_bytes + zone.size_bytes:
+                raise StoreFull(
+                    f"the index needs more than the {zone.size_bytes} bytes of a checkpoint area; "
+                    "format with a smaller --average-chunk to keep this many chunks"
+                )
+            self._device.write(offset, data)
+            offset += len(data)
+            burst.clear()
+
+        for page in checkpoint.pack(records, self.superblock.uuid, checkpoint_id, self.superblock.epoch):
+            burst.append(page)
+            page_count += 1
+            if len(burst) * PAGE_BYTES >= CHECKPOINT_WRITE_BYTES:
+                write_burst()
+        if burst:
+            write_burst()
+        self._device.flush()
+        return dataclasses.replace(
+            self.superblock,
+            generation=self.superblock.generation + 1,
+            checkpoint_area=area,
+            checkpoint_id=checkpoint_id,
+            checkpoint_page_count=page_count,
+            checkpoint_record_count=len(records),
+            log_sequence=log_sequence,
+            replay_from_sequence=anchor.next_sequence,
+            replay_predecessor=anchor.predecessor,
+            next_layout_id=next_layout_id,
+            clean=clean,
+        )
+
+    # -- failure ---------------------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Raises StoreReadOnly once a metadata write has failed."""
+        if self.failure is not None:
+            raise self._refusal()
+
+    def _refusal(self) -> StoreReadOnly:
+        return StoreReadOnly(
+            f"{self._device.path}: no more writes since a metadata write failed: {self.failure}"
+        )
+
+    def _fail(self, error: BlockKVError) -> None:
+        if self.failure is None:
+            self.failure = error
+            logger.error(
+                "%s: metadata write failed, the store is read-only now: %s", self._device.path, error
+            )
+
+    # -- background ------------------------------------------------------------------------------------
+
+    def start(self, interval_s: float) -> None:
+        """Commit in the background, at most `interval_s` after a record was appended."""
+        self._thread = threading.Thread(
+            target=self._run, args=(interval_s,), name="blockkv-commit", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the background thread; nothing is committed any more unless asked for."""
+        with self._lock:
+            self._stopping = True
+            self._work.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, interval_s: float) -> None:
+        while True:
+            with self._lock:
+                while not (self._stopping or (self._pending.records and self.failure is None)):
+                    self._work.wait()
+                if not self._stopping:
+                    self._work.wait_for(lambda: self._stopping, interval_s)
+                if self._stopping:
+                    return
+            try:
+                self.commit()
+                if self._checkpoint_due():
+                    self.checkpoint(needed=self._checkpoint_due, hold_commits=False)
+            except BlockKVError as error:
+                logger.error("background commit: %s", error)
+
+
+def write_all(device: Device, pieces: list[tuple[int, bytes]]) -> None:
+    """Write (device offset, bytes) pieces in one batch, unordered. Raises DeviceError for the first."""
+    batch = Batch(Direction.WRITE, Priority.LOAD)
+    memory = bytearray(b"".join(data for _, data in pieces))
+    address = address_of(memory)
+    batch.keepalive.append(memory)
+    for offset, data in pieces:
+        batch.add(len(data), [(offset, len(data))], [(address, len(data))])
+        address += len(data)
+    device.submit(batch)
+    device.wait(batch)
+    for position, (offset, data) in enumerate(pieces):
+        code = batch.result(position)
+        if code:
+            raise device_error(device.path, f"write of {len(data)} bytes at {offset}", code)
+
+
+def write_superblock(device: Device, superblock: Superblock) -> None:
+    """Make `superblock` the newest: head copy, flush, tail copy, flush. Raises DeviceError."""
+    offsets = superblock.geometry.slot_offsets
+    for slot_index in slots_of(superblock.generation):
+        device.write(offsets[slot_index], superblock.encode(slot_index))
+        device.flush()
+
+
+def address_of(memory: bytearray) -> int:
+    """The address of a bytearray's bytes; valid while it is alive and not resized."""
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

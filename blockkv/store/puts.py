@@ -1,0 +1,194 @@
+"""Carrying out puts: claim keys, find space, write, make visible what was written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from blockkv.device.base import UNIT_BYTES, Direction, Priority, device_error
+from blockkv.errors import BlockKVError, StoreFull
+from blockkv.format.record import key_digest, put_bytes_at_most
+from blockkv.space.allocator import Extent
+from blockkv.store.keys import Key, encode_key
+from blockkv.store.state import State
+from blockkv.store.verify import root_checksum
+from blockkv.store.waves import Wave, WaveRun
+from blockkv.tensors import Described, Tensors, describe
+
+SPACE_WAIT_S = 5.0
+"""How long a put waits for readers and other writers to give back the only space that is left."""
+
+
+@dataclass(slots=True)
+class _Put:
+    """One chunk on its way to the device."""
+
+    position: int
+    key: bytes
+    key_is_text: bool
+    digest: bytes
+    described: Described
+    record_bytes: int
+    extents: tuple[Extent, ...]
+
+
+class PutRun(WaveRun[_Put]):
+    """One put or put_many call. `results` and `errors` are by position once `run` returned."""
+
+    direction = Direction.WRITE
+    priority = Priority.STORE
+
+    def __init__(self, state: State, count: int) -> None:
+        super().__init__(state)
+        self.results = [False] * count
+        self.errors: dict[int, BlockKVError] = {}
+        self.last_group = 0
+        """The newest commit group that any of the keys, written or found, needs to be durable."""
+        self._own: set[bytes] = set()
+        self._postponed: list[tuple[threading.Event, int, Key, Tensors]] = []
+
+    def run(self, items: Iterable[tuple[Key, Tensors]]) -> None:
+        """Carry out all items. Only what is no single key's fault is raised (StoreReadOnly)."""
+        try:
+            for position, (key, value) in enumerate(items):
+                self._add(position, key, value)
+        finally:
+            self._drain()
+        while self._postponed:
+            # Another thread was writing these keys. We hold nothing ourselves now, so waiting is safe.
+            event, position, key, value = self._postponed.pop()
+            event.wait()
+            try:
+                self._add(position, key, value)
+            finally:
+                self._drain()
+
+    def _add(self, position: int, key: Key, value: Tensors) -> None:
+        state = self._state
+        try:
+            encoded = encode_key(key)
+        except BlockKVError as error:
+            self.errors[position] = error
+            return
+        digest = key_digest(encoded)
+        with state.lock:
+            entry = state.index.get(digest)
+            if entry is not None:
+                state.counters["put_existing"] += 1
+                state.index.touch(digest)
+                self.last_group = max(self.last_group, entry.group)
+                return
+            claim = state.claims.get(digest)
+            if claim is None:
+                state.claims[digest] = threading.Event()
+        if claim is not None:
+            if digest not in self._own:
+                self._postponed.append((claim, position, key, value))
+            return
+        self._own.add(digest)
+        try:
+            described = describe(value)
+            record_bytes = put_bytes_at_most(described.payload_bytes, len(encoded))
+            extents = self._allocate(described.payload_bytes, record_bytes)
+        except BaseException as error:
+            self._own.discard(digest)
+            with state.lock:
+                state.claims.pop(digest).set()
+            if not isinstance(error, BlockKVError):
+                raise
+            self.errors[position] = error
+            return
+        put = _Put(position, encoded, isinstance(key, str), digest, described, record_bytes, extents)
+        self._enqueue(put, described, extents, hashed=True)
+
+    def _allocate(self, payload_bytes: int, record_bytes: int) -> tuple[Extent, ...]:
+        """Extents for a chunk, evicting as needed; reserves `record_bytes` of the next checkpoint."""
+        state = self._state
+        units = -(-payload_bytes // UNIT_BYTES)
+        if units > state.geometry.data_units:
+            raise StoreFull(
+                f"a chunk of {payload_bytes} bytes can never fit: the data zone of {state.device.path} has "
+                f"{state.geometry.data.size_bytes} bytes"
+            )
+        deadline = time.monotonic() + SPACE_WAIT_S
+        while True:
+            with state.lock:
+                extents = state.allocator.allocate(units) if state.record_room(record_bytes) else None
+                if extents is not None:
+                    state.reserved_record_bytes += record_bytes
+                    return extents
+                coming = state.evict(units) if state.options.evict else 0
+                coming += state.allocator.pending_units
+            if coming:
+                state.log.commit()
+                continue
+            if self._busy:
+                # Our own chunks can be evicted once they are written.
+                self._drain()
+                continue
+            with state.lock:
+                patience_s = deadline - time.monotonic()
+                if patience_s <= 0 or not (state.claims or state.any_leased()):
+                    raise self._full(units, record_bytes)
+                state.space_returned.wait(min(patience_s, 0.1))
+
+    def _full(self, units: int, record_bytes: int) -> StoreFull:
+        state = self._state
+        if not state.record_room(record_bytes):
+            return StoreFull(
+                f"{state.device.path} holds {len(state.index)} chunks and its checkpoint area has no room "
+                "for another record; delete chunks, allow eviction, or format with a smaller --average-chunk"
+            )
+        advice = (
+            "everything else is pinned, being read or written, or quarantined"
+            if state.options.evict
+            else "delete chunks or open with evict=True"
+        )
+        return StoreFull(
+            f"{state.device.path} has {state.allocator.free_units * UNIT_BYTES} bytes free and "
+            f"{units * UNIT_BYTES} are needed; {advice}"
+        )
+
+    def _complete(self, wave: Wave[_Put]) -> None:
+        state, batch = self._state, wave.batch
+        roots = [
+            root_checksum(put.digest, put.described.payload_bytes, put.described.layout, batch.leaves(number))
+            for number, put in enumerate(wave.items)
+        ]
+        with state.lock:
+            for number, put in enumerate(wave.items):
+                state.reserved_record_bytes -= put.record_bytes
+                code = batch.result(number)
+                if wave.refusal is not None:
+                    state.allocator.release(put.extents)
+                    self.errors[put.position] = wave.refusal
+                elif code:
+                    state.allocator.quarantine(put.extents)
+                    state.counters["put_device_error"] += 1
+                    self.errors[put.position] = device_error(
+                        state.device.path, f"writing a chunk of {put.described.payload_bytes} bytes", code
+                    )
+                else:
+                    self._publish(put, batch.leaves(number), roots[number])
+                state.claims.pop(put.digest).set()
+                self._own.discard(put.digest)
+            state.space_returned.notify_all()
+
+    def _publish(self, put: _Put, leaves: bytes, root: bytes) -> None:
+        state, described = self._state, put.described
+        self.last_group = state.insert(
+            digest=put.digest,
+            key=put.key,
+            key_is_text=put.key_is_text,
+            payload_bytes=described.payload_bytes,
+            layout=described.layout,
+            root=root,
+            extents=put.extents,
+            leaves=leaves,
+        )
+        self.results[put.position] = True
+        state.counters["put_chunks"] += 1
+        state.counters["put_bytes"] += described.payload_bytes
+        state.counters["put_copied_bytes"] += described.copied_bytes

@@ -1,0 +1,181 @@
+"""The mutable state of an open store and the few moves that keep it consistent.
+
+Everything here is called with `lock` held and does no I/O. What a move makes necessary on the device goes
+into the pending commit group; extents come back to the allocator when that group is durable and the last
+reader is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from blockkv.catalog.index import Entry, Index
+from blockkv.catalog.layouts import Layout, Layouts
+from blockkv.device.base import UNIT_BYTES, Device
+from blockkv.format import record
+from blockkv.format.geometry import Geometry
+from blockkv.format.page import PAGE_PAYLOAD_BYTES
+from blockkv.space.allocator import Allocator, Extent
+from blockkv.store.log import Log
+from blockkv.store.recovery import Recovered
+
+EVICT_SHARE = 128
+"""When full, evict at least 1/128 of the data zone, up to EVICT_LIMIT_UNITS: each round costs one flush."""
+EVICT_LIMIT_UNITS = (64 << 20) // UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a store was opened."""
+
+    evict: bool = True
+    verify: bool = True
+    discard: bool = False
+    commit_interval_ms: float | None = 10.0
+
+
+class State:
+    """Index, free map, layouts, log and counters of one open store, under one lock."""
+
+    def __init__(self, device: Device, recovered: Recovered, options: Options) -> None:
+        self.device = device
+        self.options = options
+        self.geometry: Geometry = recovered.superblock.geometry
+        self.index: Index = recovered.index
+        self.layouts: Layouts = recovered.layouts
+        self.allocator: Allocator = recovered.allocator
+        self.read_only_reason = recovered.read_only_reason
+        self.lock = threading.RLock()
+        self.space_returned = threading.Condition(self.lock)
+        self.counters: Counter[str] = Counter()
+        self.claims: dict[bytes, threading.Event] = {}
+        """Keys being written, each with the event that tells others waiting for it."""
+        self.reserved_record_bytes = 0
+        """Record bytes of chunks being written: they will need room in the next checkpoint too."""
+        self._deleted: dict[int, int] = {}
+        """Entries deleted while leased, by identity: the group of their DELETE record."""
+        self._record_limit_bytes = self.geometry.checkpoint_pages * PAGE_PAYLOAD_BYTES // 2
+        self.log = Log(
+            device,
+            recovered.superblock,
+            recovered.tail,
+            self.lock,
+            self.allocator,
+            self.snapshot,
+            discard=options.discard,
+        )
+        for digest, extents in recovered.dropped:
+            # Their pages say PUT and count as flushed once this epoch's first page is written; only a
+            # DELETE in that group keeps the next recovery from trusting them.
+            self._defer(extents, self._append_delete(digest))
+
+    # -- chunks ----------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        *,
+        digest: bytes,
+        key: bytes,
+        key_is_text: bool,
+        payload_bytes: int,
+        layout: Layout,
+        root: bytes,
+        extents: tuple[Extent, ...],
+        leaves: bytes,
+    ) -> int:
+        """Make a written chunk visible and log it. Returns its commit group."""
+        layout_id, is_new = self.layouts.acquire(layout)
+        if is_new:
+            self.log.append([record.encode_layout(self.log.next_log_sequence(), layout_id, layout.body)])
+        log_sequence = self.log.next_log_sequence()
+        records = record.encode_put(
+            log_sequence, digest, payload_bytes, layout_id, root, extents, leaves, key, key_is_text
+        )
+        entry = Entry(digest, log_sequence, *records)
+        self.index.insert(entry)
+        entry.group = self.log.append(records)
+        return entry.group
+
+    def delete(self, entry: Entry) -> int:
+        """Remove an indexed entry and log it. Its extents come back once the returned group is durable."""
+        self._forget(entry)
+        group = self._append_delete(entry.digest)
+        if entry.leases:
+            self._deleted[id(entry)] = group
+        else:
+            self._defer(entry.extents, group)
+        return group
+
+    def drop_damaged(self, entry: Entry) -> None:
+        """Remove an entry whose bytes do not verify; its extents stay unused while the store is open."""
+        if self.index.get(entry.digest) is not entry:
+            return
+        self._forget(entry)
+        self._append_delete(entry.digest)
+        self.allocator.quarantine(entry.extents)
+        self.counters["chunks_dropped_damaged"] += 1
+
+    def lease(self, entry: Entry) -> None:
+        """Keep the entry's extents from being reused until `release`."""
+        entry.leases += 1
+
+    def release(self, entry: Entry) -> None:
+        """Give a lease back; the last one lets the extents of a deleted entry go."""
+        entry.leases -= 1
+        if entry.leases == 0:
+            group = self._deleted.pop(id(entry), 0)
+            if group:
+                self._defer(entry.extents, group)
+            self.space_returned.notify_all()
+
+    def evict(self, units: int) -> int:
+        """Delete least recently used chunks that hold at least `units` together, or what there is.
+
+        Returns how many units will come back when the pending group is durable.
+        """
+        wanted = max(units, min(self.geometry.data_units // EVICT_SHARE, EVICT_LIMIT_UNITS))
+        victims, found = [], 0
+        for entry in self.index.victims():
+            victims.append(entry)
+            found += entry.units
+            if found >= wanted:
+                break
+        for entry in victims:
+            self.delete(entry)
+            self.counters["chunks_evicted"] += 1
+            self.counters["bytes_evicted"] += entry.payload_bytes
+        return found
+
+    def record_room(self, record_bytes: int) -> bool:
+        """Whether the next checkpoint can hold this many more bytes of records."""
+        # Layouts are written at both ends of a checkpoint, so that no single damaged page loses them.
+        used = self.index.record_bytes + self.reserved_record_bytes + 2 * self.layouts.body_bytes
+        return used + record_bytes <= self._record_limit_bytes
+
+    def any_leased(self) -> bool:
+        """Whether readers hold extents that could be freed or evicted once they are done."""
+        return bool(self._deleted) or any(entry.leases for entry in self.index)
+
+    def snapshot(self) -> tuple[list[bytes], int]:
+        """Every record a checkpoint holds, in order, and the next layout number."""
+        layouts = [record.encode_layout(0, layout_id, layout.body) for layout_id, layout in self.layouts]
+        records = list(layouts)
+        for entry in self.index:
+            records.extend(entry.records)
+        records.extend(layouts)
+        return records, self.layouts.next_id
+
+    def _forget(self, entry: Entry) -> None:
+        removed = self.index.remove(entry.digest)
+        assert removed is entry
+        self.layouts.release(entry.layout_id)
+
+    def _append_delete(self, digest: bytes) -> int:
+        return self.log.append([record.encode_delete(self.log.next_log_sequence(), digest)])
+
+    def _defer(self, extents: tuple[Extent, ...], group: int) -> None:
+        self.allocator.defer(extents, group)
+        if group <= self.log.durable_number:
+            self.allocator.settle(self.log.durable_number)

@@ -1,0 +1,637 @@
+"""The store: chunks of tensors by key on one namespace.
+
+Life of a put::
+
+    tensors -> segments -> claim the key -> extents from the allocator (evicting when full)
+            -> data writes, leaf checksums meanwhile -> completions -> index and open commit group -> return
+    durable: ... -> the group's journal pages and one flush -> return
+
+Life of a get::
+
+    index -> lease on the extents -> reads into the caller's memory -> checksum against the record -> return
+    any mismatch or device error: a miss, a counter, the record dropped, its extents quarantined
+
+Invariants
+  * a key is visible only after all its data writes completed;
+  * an extent is reused only after the delete that freed it is durable and nobody reads it;
+  * every transfer is waited for before its memory or its extents are let go, whatever is raised meanwhile.
+
+Not here: the steps of a put (`puts`), of a get (`gets`), what they share (`state`, `waves`), the order of
+metadata writes (`log`), opening (`recovery`), formatting (`create`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from blockkv.catalog.index import Entry
+from blockkv.catalog.layouts import Layout
+from blockkv.device import namespace
+from blockkv.device.base import UNIT_BYTES, Device, Priority
+from blockkv.device.engine import NativeDevice
+from blockkv.errors import (
+    BatchError,
+    BlockKVError,
+    DeviceReadOnly,
+    InvalidArgument,
+    StoreClosed,
+    StoreReadOnly,
+    WrongStore,
+)
+from blockkv.format.record import key_digest
+from blockkv.space.allocator import Extent
+from blockkv.store.create import superblock_facts
+from blockkv.store.gets import GetRun
+from blockkv.store.keys import Key, encode_key
+from blockkv.store.log import write_superblock
+from blockkv.store.puts import PutRun
+from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
+from blockkv.store.state import Options, State
+from blockkv.store.verify import verify_chunks
+from blockkv.tensors import Tensors, describe
+
+__all__ = ["CheckReport", "ChunkInfo", "Store", "StoreFuture", "open_store"]
+
+logger = logging.getLogger("blockkv")
+
+FUTURE_THREADS = 8
+"""Loads, and apart from them stores, that the futures keep going at once."""
+
+T = TypeVar("T")
+
+
+class StoreFuture(Future[T]):
+    """A `concurrent.futures.Future` that can also be awaited in asyncio."""
+
+    def __await__(self) -> Generator[Any, None, T]:
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """What the store knows of one chunk. `extents` are (start, count) in 4 KiB units of the data zone."""
+
+    key: str | bytes
+    digest: bytes
+    payload_bytes: int
+    layout: Layout
+    extents: tuple[Extent, ...]
+    log_sequence: int
+    durable: bool
+    pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """Outcome of `Store.check`."""
+
+    chunks: int
+    payload_bytes: int
+    payload_checked: bool
+    damaged_keys: tuple[str | bytes, ...]
+    """Chunks whose bytes did not verify; they were dropped."""
+    problems: tuple[str, ...]
+    """Invariants that do not hold."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and not self.damaged_keys
+
+
+_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+"""Stores to close at exit, to give up in a forked child, and to compare identities with."""
+
+
+class Store:
+    """An open store. Get one from `blockkv.open`; use it as a context manager or call `close`.
+
+    Every method may be called from any thread. Keys are `str` or `bytes` of 1 to 4096 bytes; a `str` and its
+    UTF-8 bytes are the same key. In a forked child every method raises StoreClosed.
+    """
+
+    def __init__(self, device: Device, recovered: Recovered, options: Options) -> None:
+        self._state = State(device, recovered, options)
+        self._recovery = recovered.report
+        self._idle = threading.Condition(self._state.lock)
+        self._active_count = 0
+        self._closed = ""
+        self._executors: dict[str, ThreadPoolExecutor] = {}
+        if not self.read_only and options.commit_interval_ms is not None:
+            self._state.log.start(options.commit_interval_ms / 1000)
+        _open_stores.add(self)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def put(self, key: Key, tensors: Tensors, durable: bool = False) -> bool:
+        """Store `tensors` under `key`.
+
+        `tensors` is a CPU torch tensor of any dtype and stride, a sequence or a name -> tensor mapping of
+        them (one chunk, in order), or a bytes-like object (kept as uint8). They must not change meanwhile.
+        True when the chunk was written, False when the key was there already: chunks never change.
+
+        Returns when the data writes completed: the chunk is readable now and durable within the commit
+        interval. With `durable` returns when it is on media, also when it was there already.
+
+        Raises InvalidArgument (key, tensor), StoreFull, StoreReadOnly, StoreClosed, DeviceError.
+        """
+        results, errors = self._put([(key, tensors)], durable)
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def put_many(
+        self, items: Mapping[Any, Tensors] | Iterable[tuple[Key, Tensors]], durable: bool = False
+    ) -> list[bool]:
+        """`put` for many chunks in one submission and, with `durable`, one flush for all.
+
+        Takes (key, tensors) pairs or a mapping; returns one result per item, in order. Raises BatchError,
+        after its neighbours were carried out, when some failed.
+        """
+        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        results, errors = self._put(pairs, durable)
+        if errors:
+            raise BatchError(results, errors)
+        return results
+
+    def submit_put(self, key: Key, tensors: Tensors, durable: bool = False) -> StoreFuture[bool]:
+        """`put` in the background. The future can be waited for or awaited."""
+        return self._submit("stores", lambda: self.put(key, tensors, durable))
+
+    def delete(self, key: Key, durable: bool = False) -> bool:
+        """Remove a chunk; False when it was not there. With `durable` it stays removed after power loss."""
+        digest = key_digest(encode_key(key))
+        state = self._state
+        with self._operation(writing=True):
+            with state.lock:
+                entry = state.index.get(digest)
+                if entry is None:
+                    return False
+                group = state.delete(entry)
+                state.counters["chunks_deleted"] += 1
+            if durable:
+                state.log.commit(group)
+        return True
+
+    def commit(self) -> None:
+        """Make everything put or deleted so far durable. Raises StoreReadOnly when that is impossible."""
+        with self._operation(writing=True):
+            self._state.log.commit()
+
+    def checkpoint(self) -> None:
+        """Write the index out, so that the next open need not replay the journal. Happens by itself too."""
+        with self._operation(writing=True):
+            self._state.log.checkpoint()
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def get(self, key: Key, out: Any = None) -> Any:
+        """Read a chunk, verified against its checksum.
+
+        Without `out`: new tensors in the form they were put (a tensor, a list, a dict), or None for a miss.
+        With `out`, tensors of the same form, dtypes and shapes (any strides) or a writable bytes-like object
+        of the payload's size: True when it was filled, False for a miss, after which its content is
+        unspecified but never another chunk's. Bytes that do not verify are a miss.
+
+        Raises LayoutMismatch (nothing was written to `out`), InvalidArgument, DeviceLost, StoreClosed.
+        """
+        outputs = None if out is None else [out]
+        results, errors = self._get([key], outputs)
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def get_many(self, keys: Iterable[Key], outs: Iterable[Any] | None = None) -> list[Any]:
+        """`get` for many chunks in one submission; one result per key, in order.
+
+        Raises BatchError, after its neighbours were read, when some failed; a miss is not a failure.
+        """
+        wanted = list(keys)
+        outputs = None if outs is None else list(outs)
+        if outputs is not None and len(outputs) != len(wanted):
+            raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
+        results, errors = self._get(wanted, outputs)
+        if errors:
+            raise BatchError(results, errors)
+        return results
+
+    def submit_get(self, key: Key, out: Any = None) -> StoreFuture[Any]:
+        """`get` in the background. The future can be waited for or awaited."""
+        return self._submit("loads", lambda: self.get(key, out))
+
+    # -- the catalog -----------------------------------------------------------------------------------
+
+    def contains(self, key: Key) -> bool:
+        """Whether the key is stored. RAM only; does not count as a use."""
+        self._check_open()
+        return key_digest(encode_key(key)) in self._state.index
+
+    def lookup(self, keys: Iterable[Key]) -> int:
+        """How many of `keys`, from the first on, are stored without a gap. RAM only."""
+        self._check_open()
+        index = self._state.index
+        length = 0
+        for key in keys:
+            if key_digest(encode_key(key)) not in index:
+                break
+            length += 1
+        return length
+
+    def touch(self, key: Key) -> bool:
+        """Count a use: the chunk becomes the last to be evicted. False when it is not there."""
+        with self._found(key) as entry:
+            if entry is not None:
+                self._state.index.touch(entry.digest)
+            return entry is not None
+
+    def pin(self, key: Key) -> bool:
+        """Keep a chunk from eviction until as many `unpin`; False when it is not there. Not persistent."""
+        with self._found(key) as entry:
+            if entry is not None:
+                entry.pins += 1
+            return entry is not None
+
+    def unpin(self, key: Key) -> bool:
+        """Take back one `pin`; False when the chunk is not there or not pinned."""
+        with self._found(key) as entry:
+            if entry is None or not entry.pins:
+                return False
+            entry.pins -= 1
+            return True
+
+    def keys(self) -> Iterator[str | bytes]:
+        """The keys as of now, first to be evicted first, each as it was given (str or bytes)."""
+        self._check_open()
+        with self._state.lock:
+            entries = self._state.index.snapshot()
+        return (entry.key for entry in entries)
+
+    def entry(self, key: Key) -> ChunkInfo | None:
+        """What is known of a chunk, or None for a miss."""
+        with self._found(key) as entry:
+            if entry is None:
+                return None
+            return ChunkInfo(
+                key=entry.key,
+                digest=entry.digest,
+                payload_bytes=entry.payload_bytes,
+                layout=self._state.layouts[entry.layout_id],
+                extents=entry.extents,
+                log_sequence=entry.log_sequence,
+                durable=entry.group <= self._state.log.durable_number,
+                pins=entry.pins,
+            )
+
+    def __len__(self) -> int:
+        return len(self._state.index)
+
+    def __contains__(self, key: Key) -> bool:
+        return self.contains(key)
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def register(self, memory: Any) -> Iterator[bool]:
+        """Register a contiguous tensor or writable buffer with the device while the context lasts.
+
+        Transfers inside it save the kernel the page lookups. Yields False where that is not available; they
+        work all the same. Raises DeviceError naming the limit when the kernel refuses (RLIMIT_MEMLOCK).
+        """
+        described = describe(memory)
+        if described.copied_bytes or len(described.segments) != 1:
+            raise InvalidArgument("only contiguous memory can be registered")
+        self._check_open()
+        handle = self._state.device.register(*described.segments[0])
+        try:
+            yield handle >= 0
+        finally:
+            if handle >= 0 and not self._closed:
+                self._state.device.unregister(handle)
+            del described
+
+    # -- looking after ---------------------------------------------------------------------------------
+
+    @property
+    def read_only(self) -> bool:
+        return bool(self._state.read_only_reason)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since open and the present state; names are documented in docs/architecture.md."""
+        state = self._state
+        with state.lock:
+            allocator, log = state.allocator, state.log
+            figures: dict[str, Any] = {
+                "chunks": len(state.index),
+                "payload_bytes": state.index.payload_bytes,
+                "record_bytes": state.index.record_bytes,
+                "data_bytes": state.geometry.data.size_bytes,
+                "free_bytes": allocator.free_units * UNIT_BYTES,
+                "pending_free_bytes": allocator.pending_units * UNIT_BYTES,
+                "quarantined_bytes": allocator.quarantined_units * UNIT_BYTES,
+                "free_extents": allocator.free_extent_count,
+                "largest_free_bytes": allocator.largest_free * UNIT_BYTES,
+                "journal_used": log.journal_used,
+                "groups_committed": log.groups_committed,
+                "journal_pages_written": log.pages_written,
+                "checkpoints_written": log.checkpoints_written,
+                "checkpoint_s": log.checkpoint_s,
+                **{name: state.counters[name] for name in COUNTERS},
+            }
+        return figures | (state.device.counters() if not self._closed else {})
+
+    def info(self) -> dict[str, Any]:
+        """What this store is: path, identity, zones, device limits, engine and why, and how it was opened."""
+        state = self._state
+        superblock = state.log.superblock
+        return {
+            "path": state.device.path,
+            **superblock_facts(superblock),
+            "generation": superblock.generation,
+            "epoch": superblock.epoch,
+            "engine": state.device.engine_name,
+            "engine_reason": state.device.engine_reason,
+            "limits": asdict(state.device.limits),
+            "options": asdict(state.options),
+            "read_only_reason": state.read_only_reason or "",
+            "write_failure": str(state.log.failure or ""),
+            "recovery": asdict(self._recovery),
+        }
+
+    def check(self, payload: bool = False) -> CheckReport:
+        """Verify every invariant of index and free map; with `payload` also every chunk's bytes.
+
+        Chunks that do not verify are dropped, as a get would. Reads and writes go on meanwhile.
+        """
+        state = self._state
+        damaged: list[str | bytes] = []
+        problems: list[str] = []
+        with self._operation():
+            with state.lock:
+                entries = state.index.snapshot()
+                total_bytes = state.index.payload_bytes
+                if not (state.claims or state.any_leased()):
+                    live = [extent for entry in entries for extent in entry.extents]
+                    try:
+                        state.allocator.check(live)
+                    except AssertionError as error:
+                        problems.append(f"free map: {error}")
+                if sum(entry.record_bytes for entry in entries) != state.index.record_bytes:
+                    problems.append("index: record bytes do not add up")
+                if sum(entry.payload_bytes for entry in entries) != total_bytes:
+                    problems.append("index: payload bytes do not add up")
+                if payload:
+                    for entry in entries:
+                        state.lease(entry)
+            if payload:
+                damaged = self._check_payload(entries)
+        return CheckReport(len(entries), total_bytes, payload, tuple(damaged), tuple(problems))
+
+    def _check_payload(self, entries: list[Entry]) -> list[str | bytes]:
+        state = self._state
+        damaged: list[str | bytes] = []
+        held = {id(entry): entry for entry in entries}
+        try:
+            for entry, outcome in verify_chunks(
+                state.device, state.geometry, entries, state.layouts, Priority.PRELOAD
+            ):
+                with state.lock:
+                    if outcome:
+                        damaged.append(entry.key)
+                        state.counters["check_damaged"] += 1
+                        if not self.read_only:
+                            state.drop_damaged(entry)
+                    state.release(held.pop(id(entry)))
+        finally:
+            with state.lock:
+                for entry in held.values():
+                    state.release(entry)
+        return damaged
+
+    def close(self) -> None:
+        """Wait for operations under way, make everything durable, write a checkpoint, let the device go.
+
+        Idempotent. Raises StoreReadOnly when the last writes failed; the device is let go all the same.
+        """
+        state = self._state
+        with state.lock:
+            if self._closed:
+                return
+            self._closed = "the store was closed"
+        for executor in self._executors.values():
+            executor.shutdown()
+        with state.lock:
+            self._idle.wait_for(lambda: self._active_count == 0)
+        state.log.stop()
+        try:
+            if not self.read_only and state.log.failure is None:
+                state.log.commit()
+                state.log.checkpoint(clean=True)
+        finally:
+            state.device.close()
+            _open_stores.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<blockkv.Store {self._state.device.path} {len(self)} chunks{' closed' if self._closed else ''}>"
+        )
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _put(
+        self, items: list[tuple[Key, Tensors]], durable: bool
+    ) -> tuple[list[bool], dict[int, BlockKVError]]:
+        with self._operation(writing=True):
+            run = PutRun(self._state, len(items))
+            run.run(items)
+            if durable and run.last_group:
+                self._state.log.commit(run.last_group)
+        return run.results, run.errors
+
+    def _get(
+        self, keys: Sequence[Key], outputs: Sequence[Any] | None
+    ) -> tuple[list[Any], dict[int, BlockKVError]]:
+        with self._operation():
+            run = GetRun(self._state, len(keys), outputs is not None)
+            run.run(keys, outputs)
+        return run.results, run.errors
+
+    @contextlib.contextmanager
+    def _operation(self, writing: bool = False) -> Iterator[None]:
+        """Hold `close` back while the operation lasts. Raises StoreClosed or StoreReadOnly."""
+        with self._state.lock:
+            self._check_open()
+            if writing:
+                self._check_writable()
+            self._active_count += 1
+        try:
+            yield
+        finally:
+            with self._state.lock:
+                self._active_count -= 1
+                if self._closed:
+                    self._idle.notify_all()
+
+    @contextlib.contextmanager
+    def _found(self, key: Key) -> Iterator[Entry | None]:
+        digest = key_digest(encode_key(key))
+        self._check_open()
+        with self._state.lock:
+            yield self._state.index.get(digest)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed(f"{self._state.device.path}: {self._closed}")
+
+    def _check_writable(self) -> None:
+        if self._state.read_only_reason:
+            raise StoreReadOnly(f"{self._state.device.path}: {self._state.read_only_reason}")
+        self._state.log.check_writable()
+
+    def _submit(self, kind: Literal["loads", "stores"], work: Callable[[], T]) -> StoreFuture[T]:
+        with self._state.lock:
+            self._check_open()
+            executor = self._executors.get(kind)
+            if executor is None:
+                executor = self._executors[kind] = ThreadPoolExecutor(FUTURE_THREADS, f"blockkv-{kind}")
+        future: StoreFuture[T] = StoreFuture()
+
+        def carry_out() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        executor.submit(carry_out)
+        return future
+
+    def _abandon(self) -> None:
+        """In a forked child: the parent goes on with the device, we must not."""
+        self._closed = "the store belongs to the parent process; open it there or after closing it there"
+
+
+COUNTERS = (
+    "put_chunks",
+    "put_bytes",
+    "put_existing",
+    "put_copied_bytes",
+    "put_device_error",
+    "get_chunks",
+    "get_bytes",
+    "get_misses",
+    "get_copied_bytes",
+    "get_checksum_mismatch",
+    "get_device_error",
+    "get_device_lost",
+    "get_transient_error",
+    "get_refused",
+    "check_damaged",
+    "chunks_deleted",
+    "chunks_evicted",
+    "bytes_evicted",
+    "chunks_dropped_damaged",
+)
+"""Counters of `Store.stats`, named after the place where something was found."""
+
+
+def open_store(
+    path: str | os.PathLike[str] | Device,
+    *,
+    read_only: bool = False,
+    evict: bool = True,
+    verify: bool = True,
+    engine: Literal["auto", "io_uring", "threads"] = "auto",
+    depth: int = 256,
+    commit_interval_ms: float | None = 10.0,
+    discard: bool = False,
+) -> Store:
+    """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
+
+    `read_only`: nothing is written, not even a superblock. `evict`: make room by dropping the least recently
+    used chunks when full, else raise StoreFull. `verify=False` skips the checksum on gets and is meant for
+    measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it. `depth`: requests
+    in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
+    it to `commit`. `discard`: tell the device about freed space, after the delete is durable.
+
+    Opening costs one read of the checkpoint and of the journal written since, whatever the device's size.
+
+    Raises DeviceBusy (open elsewhere), DeviceReadOnly, DeviceError, NotFormatted, VersionTooNew,
+    DeviceTooSmall (the device shrank), WrongStore (the same store is open through another device).
+    """
+    options = Options(evict=evict, verify=verify, discard=discard, commit_interval_ms=commit_interval_ms)
+    if isinstance(path, Device):
+        return _open_on(path, read_only, options)
+    descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
+    try:
+        device = NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    try:
+        return _open_on(device, read_only, options)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _open_on(device: Device, read_only: bool, options: Options) -> Store:
+    if device.limits.read_only and not read_only:
+        raise DeviceReadOnly(f"{device.path} is read-only; open it with read_only=True")
+    if not read_only:
+        device.flush()
+    found = read_superblock(device)
+    for other in list(_open_stores):
+        if other._state.log.superblock.uuid == found.uuid and not other._closed:
+            raise WrongStore(
+                f"{device.path} holds the store {found.uuid_text}, which is open on "
+                f"{other._state.device.path}: one of them is a copy; close that one, or detach the copy"
+            )
+    recovered = recover(device, found)
+    if read_only:
+        recovered.read_only_reason = "it was opened read-only"
+    if not recovered.read_only_reason:
+        recovered.superblock = next_epoch(recovered)
+        write_superblock(device, recovered.superblock)
+    store = Store(device, recovered, options)
+    report = recovered.report
+    if not store.read_only and (report.checkpoint_pages_damaged or report.journal_damaged):
+        # A page that cannot be read today may be readable tomorrow, with records of chunks long gone.
+        store.checkpoint()
+    return store
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_open_stores):
+        try:
+            store.close()
+        except BlockKVError as error:
+            logger.error("closing at exit: %s", error)
+
+
+def _abandon_all() -> None:
+    for store in list(_open_stores):
+        store._abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

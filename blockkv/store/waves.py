@@ -1,0 +1,96 @@
+"""Batches in waves: how one call with any number of chunks keeps the device busy within bounds.
+
+A wave is one batch for the device. Two are in flight in a long call, so the device never waits for the
+Python between them, and memory in flight stays bounded. Whatever is raised meanwhile, a wave that was
+started is waited for before its memory or its extents are let go.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Generic, TypeVar
+
+from blockkv.device.base import Batch, Direction, Priority
+from blockkv.errors import BlockKVError
+from blockkv.format.geometry import leaf_bytes_for
+from blockkv.space.allocator import Extent
+from blockkv.store.state import State
+from blockkv.store.verify import device_extents
+from blockkv.tensors import Described
+
+WAVE_BYTES = 64 << 20
+"""Payload of one batch: large enough to hide the turn-around, small enough to bound memory in flight."""
+WAVES_IN_FLIGHT = 2
+
+Item = TypeVar("Item")
+
+
+class Wave(Generic[Item]):
+    """Chunks that travel in one batch; item i is transfer i."""
+
+    __slots__ = ("batch", "items", "payload_bytes", "refusal")
+
+    def __init__(self, direction: Direction, priority: Priority) -> None:
+        self.batch = Batch(direction, priority)
+        self.items: list[Item] = []
+        self.payload_bytes = 0
+        self.refusal: BlockKVError | None = None
+        """Why the device did not even start the batch."""
+
+
+class WaveRun(ABC, Generic[Item]):
+    """Collects transfers into waves and completes them in order. Subclasses say what completion means."""
+
+    direction: Direction
+    priority: Priority
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._wave: Wave[Item] = Wave(self.direction, self.priority)
+        self._in_flight: deque[Wave[Item]] = deque()
+
+    @abstractmethod
+    def _complete(self, wave: Wave[Item]) -> None:
+        """The wave is over: every transfer has its result, or `wave.refusal` says why none was started."""
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._wave.items or self._in_flight)
+
+    def _enqueue(self, item: Item, described: Described, extents: tuple[Extent, ...], hashed: bool) -> None:
+        wave = self._wave
+        wave.items.append(item)
+        wave.payload_bytes += described.payload_bytes
+        wave.batch.keepalive.append(described.keepalive)
+        wave.batch.add(
+            described.payload_bytes,
+            device_extents(self._state.geometry, extents),
+            described.segments,
+            leaf_bytes_for(described.payload_bytes) if hashed else 0,
+        )
+        if wave.payload_bytes >= WAVE_BYTES:
+            self._start()
+            if len(self._in_flight) >= WAVES_IN_FLIGHT:
+                self._finish()
+
+    def _drain(self) -> None:
+        """Start what was collected and complete everything in flight."""
+        if self._wave.items:
+            self._start()
+        while self._in_flight:
+            self._finish()
+
+    def _start(self) -> None:
+        wave, self._wave = self._wave, Wave(self.direction, self.priority)
+        self._in_flight.append(wave)
+        try:
+            self._state.device.submit(wave.batch)
+        except BlockKVError as error:
+            wave.refusal = error
+
+    def _finish(self) -> None:
+        wave = self._in_flight.popleft()
+        if wave.refusal is None:
+            self._state.device.wait(wave.batch)
+        self._complete(wave)
