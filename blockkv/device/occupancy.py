@@ -61,7 +61,8 @@ CLEAR_COMMANDS = {
 }
 """By libblkid type, where a better tool exists than wipefs: it knows about copies and about members."""
 
-TOOL_TIMEOUT_S = 60
+WIPEFS = "wipefs"
+WIPEFS_TIMEOUT_S = 60
 
 
 def occupancy(
@@ -161,7 +162,7 @@ def _partition_findings(path: str, status: os.stat_result) -> Iterator[Finding]:
 def _signature_findings(path: str, descriptor: int) -> list[Finding]:
     """What libblkid recognises, one finding per type, in the words of `wipefs`."""
     # administration tools are often not on the PATH of ordinary users
-    tool = shutil.which("wipefs", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    tool = shutil.which(WIPEFS, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
     if tool is None:
         return [
             Finding(
@@ -181,12 +182,12 @@ def _signature_findings(path: str, descriptor: int) -> list[Finding]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=TOOL_TIMEOUT_S,
+            timeout=WIPEFS_TIMEOUT_S,
             env={**os.environ, "LC_ALL": "C"},
         )
     except subprocess.TimeoutExpired:
         raise DeviceError(
-            f"{path}: wipefs did not answer in {TOOL_TIMEOUT_S} s; is the device hung?"
+            f"{path}: wipefs did not answer in {WIPEFS_TIMEOUT_S} s; is the device hung?"
         ) from None
     if done.returncode != 0:
         raise DeviceError(f"{path}: wipefs failed: {done.stderr.strip()}; check the device and util-linux")
