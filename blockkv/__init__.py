@@ -14,6 +14,7 @@ See `Store` for everything a store does, and `blockkv.errors` for what can be ra
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from blockkv.errors import (
@@ -74,6 +75,11 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+# The first import of the subpackage blockkv.format, whoever does it, binds that name here, over the function.
+# So it happens now, and the name is given back to `__getattr__`.
+importlib.import_module("blockkv.format")
+del globals()["format"]
+
 _LAZY = {
     "CheckReport": ("blockkv.store", "CheckReport"),
     "ChunkInfo": ("blockkv.store", "ChunkInfo"),
@@ -89,8 +95,6 @@ def __getattr__(name: str) -> Any:
     # torch takes seconds to import; commands that only look at metadata do without it.
     if name not in _LAZY:
         raise AttributeError(f"module 'blockkv' has no attribute {name!r}")
-    import importlib
-
     module, attribute = _LAZY[name]
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
