@@ -66,6 +66,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
+    """One line of a mountinfo file."""
+
     device: int
     """st_dev of the file system; anonymous, so no device number, for btrfs."""
     file_system: str

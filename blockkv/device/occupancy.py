@@ -50,13 +50,12 @@ PARTITION_TABLES = frozenset(
 """Types libblkid gives to partition tables (libblkid/src/partitions)."""
 
 CLEAR_COMMANDS = {
-    "LVM2_member": "pvremove {path} (if it is in a volume group, first vgremove that; pvs {path} names it)",
+    "LVM2_member": "pvremove {path}",
     "linux_raid_member": "mdadm --zero-superblock {path}",
     "ddf_raid_member": "mdadm --zero-superblock {path}",
     "isw_raid_member": "mdadm --zero-superblock {path}",
     "crypto_LUKS": "cryptsetup erase {path} && wipefs -a {path}",
     "zfs_member": "zpool labelclear -f {path}",
-    "drbd": "drbdadm wipe-md RESOURCE",
     "ceph_bluestore": "ceph-volume lvm zap {path}",
 }
 """By libblkid type, where a better tool exists than wipefs: it knows about copies and about members."""
@@ -91,8 +90,10 @@ def occupancy(
         content = list(_partition_findings(canonical, status))
         content += _signature_findings(canonical, opened)
         content += _store_findings(canonical, opened, size_bytes, magic, magic_offsets)
-        # any of the above explains non-zero bytes; its command is the better one
-        return found + (content or list(_data_findings(canonical, opened, size_bytes)))
+        if not any(finding.kind == "blockkv" for finding in content):
+            # also beside a signature: the tools that remove one leave the rest of its structures behind
+            content += _data_findings(canonical, opened, size_bytes)
+        return found + content
     finally:
         if descriptor is None:
             os.close(opened)
@@ -202,6 +203,8 @@ def _signature_finding(path: str, name: str, signatures: list[dict[str, str | No
     first = signatures[0]
     details = [f"{key} {value}" for key in ("label", "uuid") if (value := first[key])]
     offsets = ", ".join(str(int(signature["offset"] or "0", 16)) for signature in signatures)
+    if name == "LVM2_member":
+        details.append(f"vgremove its volume group first, if it has one: pvs {shlex.quote(path)}")
     is_table = name in PARTITION_TABLES
     return Finding(
         "partition-table" if is_table else "signature",
@@ -249,7 +252,7 @@ def _data_findings(path: str, descriptor: int, size_bytes: int) -> Iterator[Find
         )
         yield Finding(
             "data",
-            "data of unknown origin (not zero)",
+            "bytes that are not zero",
             f"from byte {first} to byte {last}",
             clear,
             overridable=True,
