@@ -66,10 +66,11 @@ class State:
             self.snapshot,
             discard=options.discard,
         )
-        for digest, extents in recovered.dropped:
-            # Their pages say PUT and count as flushed once this epoch's first page is written; only a
-            # DELETE in that group keeps the next recovery from trusting them.
-            self._defer(extents, self._append_delete(digest))
+        with self.lock:
+            for digest, extents in recovered.dropped:
+                # Their pages say PUT and count as flushed once this epoch's first page is written; only a
+                # DELETE in that group keeps the next recovery from trusting them.
+                self._defer(extents, self._append_delete(digest))
 
     # -- chunks ----------------------------------------------------------------------------------------
 
