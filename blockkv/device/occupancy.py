@@ -230,33 +230,36 @@ def _store_findings(
     if not places:
         return []
     where = f"superblocks at byte {', '.join(map(str, places))}"
-    return [
-        Finding("blockkv", "a blockkv store", where, f"blockkv wipe {shlex.quote(path)}", overridable=True)
-    ]
+    # its superblocks all stand at the ends, and without them it is no store
+    clear = " && ".join(_zero_command(path, *edge) for edge in _edges(size_bytes))
+    return [Finding("blockkv", "a blockkv store", where, clear, overridable=True)]
 
 
 def _data_findings(path: str, descriptor: int, size_bytes: int) -> Iterator[Finding]:
-    tail_start = max(EDGE_BYTES, (size_bytes - EDGE_BYTES) // UNIT_BYTES * UNIT_BYTES)
-    for start, end in ((0, min(EDGE_BYTES, size_bytes)), (tail_start, size_bytes)):
-        if start >= end:
-            continue
+    for start, end in _edges(size_bytes):
         content = _read(path, descriptor, start, end - start)
         stripped = content.lstrip(b"\0")
         if not stripped:
             continue
         first = start + len(content) - len(stripped)
         last = start + len(content.rstrip(b"\0")) - 1
-        clear = (
-            f"dd if=/dev/zero of={shlex.quote(path)} bs=1M conv=notrunc "
-            f"iflag=count_bytes count={end - start} oflag=seek_bytes seek={start}"
-        )
-        yield Finding(
-            "data",
-            "bytes that are not zero",
-            f"from byte {first} to byte {last}",
-            clear,
-            overridable=True,
-        )
+        where = f"from byte {first} to byte {last}"
+        clear = _zero_command(path, start, end)
+        yield Finding("data", "bytes that are not zero", where, clear, overridable=True)
+
+
+def _edges(size_bytes: int) -> list[tuple[int, int]]:
+    """(start, end) of the first and the last MiB, in one where they meet."""
+    if size_bytes <= 2 * EDGE_BYTES:
+        return [(0, size_bytes)] if size_bytes else []
+    return [(0, EDGE_BYTES), ((size_bytes - EDGE_BYTES) // UNIT_BYTES * UNIT_BYTES, size_bytes)]
+
+
+def _zero_command(path: str, start: int, end: int) -> str:
+    return (
+        f"dd if=/dev/zero of={shlex.quote(path)} bs=1M conv=notrunc "
+        f"iflag=count_bytes count={end - start} oflag=seek_bytes seek={start}"
+    )
 
 
 def _read(path: str, descriptor: int, offset_bytes: int, length_bytes: int) -> bytes:

@@ -251,7 +251,7 @@ def test_a_blockkv_store(block_targets: Callable[[int], Path]) -> None:
     put(path, 7 * MIB + 16, MAGIC)
     with unchanged(path):
         with pytest.raises(
-            OccupiedError, match=rf"a blockkv store.* byte {7 * MIB + 16}\).* blockkv wipe {path}"
+            OccupiedError, match=rf"a blockkv store.* byte {7 * MIB + 16}\).* dd if=/dev/zero of={path}"
         ):
             refuse_if_occupied(path, magic=MAGIC, magic_offsets=places)
         (finding,) = refuse_if_occupied(path, force=True, magic=MAGIC, magic_offsets=places)
@@ -261,6 +261,7 @@ def test_a_blockkv_store(block_targets: Callable[[int], Path]) -> None:
     put(path, 16, MAGIC)
     (finding,) = occupancy(path, magic=MAGIC, magic_offsets=places)
     assert finding.where == f"superblocks at byte 16, {7 * MIB + 16}"
+    clear(path, [finding])
 
 
 @pytest.mark.requires_root
