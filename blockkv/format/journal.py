@@ -35,7 +35,6 @@ __all__ = [
     "PEEK_PAGES",
     "EndReason",
     "JournalPage",
-    "PageWriter",
     "Replay",
     "ReplayEnd",
     "build_pages",
@@ -78,49 +77,6 @@ def build_pages(
         predecessor = checksum_of(page)
         sequence += 1
     return pages
-
-
-class PageWriter:
-    """Where the log stands: builds the pages of successive commit groups.
-
-    A sequence is handed out once. A page that could not be written is never built again with other content:
-    after a failed journal write the store must stop writing.
-    """
-
-    def __init__(
-        self, store_id: bytes, epoch: int, journal_pages: int, next_sequence: int, predecessor: bytes
-    ) -> None:
-        self.store_id = store_id
-        self.epoch = epoch
-        self.journal_pages = journal_pages
-        self.next_sequence = next_sequence
-        """The sequence of the next page."""
-        self.predecessor = predecessor
-        """The checksum of the last page."""
-
-    def build(self, records: Iterable[bytes], sealed_sequence: int) -> list[tuple[int, bytes]]:
-        """The pages of one group, as `build_pages`; the writer then stands after them.
-
-        `sealed_sequence` is the newest page known flushed. After an open it stays what replay reported until
-        the first group of this epoch has been flushed; see docs/format.md.
-        """
-        pages = build_pages(
-            records,
-            self.next_sequence,
-            self.predecessor,
-            self.epoch,
-            self.store_id,
-            sealed_sequence,
-            self.journal_pages,
-        )
-        if pages:
-            self.next_sequence += len(pages)
-            self.predecessor = checksum_of(pages[-1][1])
-        return pages
-
-    def used_pages(self, replay_from_sequence: int) -> int:
-        """Pages of the ring that must not be overwritten, given the durable superblock's anchor."""
-        return self.next_sequence - replay_from_sequence
 
 
 class EndReason(enum.Enum):
