@@ -434,7 +434,8 @@ class Store:
             self._idle.wait_for(lambda: self._active_count == 0)
         state.log.stop()
         try:
-            if not self.read_only and state.log.failure is None:
+            if not self.read_only:
+                state.log.check_writable()
                 state.log.commit()
                 state.log.checkpoint(clean=True)
         finally:
