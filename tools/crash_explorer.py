@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import blockkv
 from blockkv.device.base import UNIT_BYTES, Batch
-from blockkv.errors import BatchError, BlockKVError, DeviceError, StoreFull
+from blockkv.errors import BatchError, BlockKVError, StoreFull
 from blockkv.format import journal as journal_module
 from blockkv.format import superblock as superblock_module
 from blockkv.format.journal import EndReason, Replay
@@ -263,8 +263,11 @@ class History:
             if rng.random() >= share:
                 break
             device.set_plan(FaultPlan.stop(device.operation_count + rng.randrange(20)))
-            with contextlib.suppress(DeviceError):
+            try:
                 open_store(device, self.evict, self.discard)
+            except BlockKVError:
+                if not device.stopped:
+                    raise
             device.set_plan(None)
             self.tally.recoveries_cut += 1
             device = self.crash(device, rng)
@@ -372,12 +375,11 @@ class History:
             else:
                 store.close()
                 oracle.all_durable()
-                return False
         except BlockKVError as error:
             self.steps.append(f"({type(error).__name__})")
             if not (self.device.stopped or self.profile == "errors"):
                 raise
-        return True
+        return verb != "close"
 
     def value(self, key: str, version: int) -> bytes | list[torch.Tensor]:
         pieces = self.contents[key, version]
@@ -506,11 +508,10 @@ def formatted(journal_pages: int) -> SimulatedDevice:
 
 def open_store(device: SimulatedDevice, evict: bool, discard: bool) -> Store:
     """Open without a background thread: one seed fixes everything."""
-    store = blockkv.open(device, evict=evict, discard=discard, commit_interval_ms=None)
     # Each clone is a machine of its own, so the rule against opening two copies of a store does not apply;
     # and nothing is closed at exit, because these machines have crashed.
-    store_module._open_stores.discard(store)
-    return store
+    store_module._open_stores.clear()
+    return blockkv.open(device, evict=evict, discard=discard, commit_interval_ms=None)
 
 
 # --- mutants ------------------------------------------------------------------------------------------------

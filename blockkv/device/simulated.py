@@ -82,7 +82,8 @@ class Crash(enum.Enum):
 class FaultKind(enum.Enum):
     ERROR = "error"
     """The operation fails with `errno`. A failed write may have landed in any part; the writes a failed
-    flush should have covered are never covered by a later one (the kernel reports such a loss once)."""
+    flush should have covered are not covered by a later one (the kernel reports such a loss once), and
+    after a process kill each has landed or not."""
     SHORT = "short"
     """The first `done_bytes` of a request are carried out, then the device stops."""
     TORN = "torn"
@@ -95,7 +96,7 @@ class FaultKind(enum.Enum):
     """Just before the operation, `bit_count` bits at rest flip inside `rot_offset_bytes` + `rot_length_bytes`
     (inside the operation's own range if None)."""
     LYING_FLUSH = "lying flush"
-    """A flush reports success and makes nothing durable."""
+    """A flush reports success and makes nothing durable; an honest one later does."""
     LATENCY = "latency"
     """The operation takes `latency_us` longer, then proceeds."""
     STOP = "stop"
@@ -368,7 +369,7 @@ class SimulatedDevice(Device):
         self._durable: dict[int, bytes] = {}  # unit number -> 4096 bytes; absent: zeros
         self._current: dict[int, bytes] = {}  # what a read sees
         self._unflushed: dict[int, Versions] = {}  # the next flush covers these
-        self._uncoverable: dict[int, Versions] = {}  # no flush covers these any more: a flush failed or lied
+        self._uncoverable: dict[int, Versions] = {}  # a flush that should have covered these failed
         self._start()
         self.set_plan(plan)
 
@@ -472,15 +473,15 @@ class SimulatedDevice(Device):
                 self._record(OperationKind.FLUSH, 0, 0, "ENODEV")
                 raise self._error("flush", errnos.ENODEV)
             self._counters["device_flush_count"] += 1
-            if fault is not None and fault.kind in (FaultKind.ERROR, FaultKind.LYING_FLUSH):
+            if fault is not None and fault.kind is FaultKind.LYING_FLUSH:
+                self._record(OperationKind.FLUSH, 0, 0, "lied")
+                return
+            if fault is not None and fault.kind is FaultKind.ERROR:
                 for unit, versions in self._unflushed.items():
                     self._uncoverable.setdefault(unit, []).extend(versions)
                 self._unflushed.clear()
-                if fault.kind is FaultKind.ERROR:
-                    self._record(OperationKind.FLUSH, 0, 0, errnos.errorcode[fault.errno])
-                    raise self._error("flush", fault.errno)
-                self._record(OperationKind.FLUSH, 0, 0, "lied")
-                return
+                self._record(OperationKind.FLUSH, 0, 0, errnos.errorcode[fault.errno])
+                raise self._error("flush", fault.errno)
             durable = self._durable
             for unit, versions in self._unflushed.items():
                 durable[unit] = versions[-1][1]
@@ -589,13 +590,13 @@ class SimulatedDevice(Device):
                 clone = self._sibling(rng, dict(self._durable), dict(self._current))
                 # The clone numbers its operations from 0; what it inherits came before.
                 now = self._next_operation + 1
-                for mine, theirs in (
-                    (clone._unflushed, self._unflushed),
-                    (clone._uncoverable, self._uncoverable),
-                ):
-                    for unit, versions in theirs.items():
-                        mine[unit] = [(sequence - now, content) for sequence, content in versions]
+                for unit, versions in self._unflushed.items():
+                    clone._unflushed[unit] = [(sequence - now, content) for sequence, content in versions]
                 temper = _Temper(rng, self.tear_bytes, garbage, now, now + 1)
+                # What a failed flush lost shows once nobody remembers that it was ever written.
+                for unit in [unit for unit in self._uncoverable if unit not in self._unflushed]:
+                    old = self._durable.get(unit, _ZERO_UNIT)
+                    clone._put_unit(unit, temper.mix(old, self._uncoverable[unit]), -1)
                 for unit, versions in landing.items():
                     clone._put_unit(unit, temper.mix(self._current.get(unit, _ZERO_UNIT), versions), -1)
             else:

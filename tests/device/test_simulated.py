@@ -442,6 +442,11 @@ def test_what_a_failed_flush_lost_stays_lost() -> None:
         device.flush()
     device.flush()
     assert unit(0) in outcomes(device, 0, UNIT_BYTES), "retrying a failed flush must not help"
+    killed = [device.crash_clone(random.Random(seed), Crash.PROCESS_KILL) for seed in range(60)]
+    assert {unit(0), unit(1)} < {clone.peek(0, UNIT_BYTES) for clone in killed}
+    for clone in killed:
+        clone.flush()
+        assert outcomes(clone, 0, UNIT_BYTES, 20) == {clone.peek(0, UNIT_BYTES)}
     device.write(0, unit(2))
     device.flush()
     assert outcomes(device, 0, UNIT_BYTES) == {unit(2)}
@@ -453,6 +458,9 @@ def test_lying_flush_is_silent_and_makes_nothing_durable() -> None:
     device.flush()
     assert unit(0) in outcomes(device, 0, UNIT_BYTES)
     assert device.timeline() == "0W 0x0+4096 1F!lied"
+    device.set_plan(None)
+    device.flush()
+    assert outcomes(device, 0, UNIT_BYTES) == {unit(1)}
 
 
 def test_lost_write() -> None:
