@@ -393,7 +393,7 @@ def _check_extents(body: bytes, offset: int, extent_count: int, payload_bytes: i
     for start, count in sorted(_extents(body, offset, extent_count)):
         if not count or start < end or start + count > data_units:
             raise RecordMalformed(
-                f"PUT at {offset}: extent of {count} units at {start} is empty, overlaps another of the chunk, "
+                f"PUT at {offset}: extent of {count} units at {start} is empty, overlaps another one, "
                 f"or leaves the {data_units} data units"
             )
         total_units += count
