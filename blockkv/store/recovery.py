@@ -28,7 +28,7 @@ from blockkv.device.base import Device
 from blockkv.errors import DeviceError, DeviceLost, DeviceTooSmall, FormatError
 from blockkv.format import record, superblock
 from blockkv.format.checkpoint import CheckpointReader
-from blockkv.format.geometry import PAGE_BYTES, slot_offsets
+from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, slot_offsets
 from blockkv.format.journal import EndReason, Replay, ReplayEnd
 from blockkv.format.record import LayoutRecord, Operation, RecordView
 from blockkv.format.superblock import Superblock
@@ -42,6 +42,10 @@ READ_AHEAD_BYTES = 4 << 20
 """Metadata read in one piece while the checkpoint and the journal are scanned."""
 JOURNAL_READ_PAGES = 64
 """Journal pages read ahead at first; doubled with every read, so a short log costs one small read."""
+
+
+SMALLEST_BYTES = 4 << 20
+"""No store fits on less, and its superblock slots would not lie apart."""
 
 
 @dataclass(slots=True)
@@ -87,11 +91,10 @@ def read_superblock(device: Device) -> Superblock:
     Raises NotFormatted, VersionTooNew, DeviceTooSmall (the device shrank), DeviceLost.
     """
     size_bytes = device.limits.size_bytes
-    slots = (
-        [_read_or_blank(device, offset, PAGE_BYTES) for offset in slot_offsets(size_bytes)]
-        if size_bytes >= (4 << 20)
-        else [_read_or_blank(device, 0, PAGE_BYTES)]
-    )
+    if size_bytes >= SMALLEST_BYTES:
+        slots = [_read_or_blank(device, offset, PAGE_BYTES) for offset in slot_offsets(size_bytes)]
+    else:
+        slots = [bytes(PAGE_BYTES)] * SLOT_COUNT
     found = superblock.choose(slots)
     if found.geometry.device_bytes > size_bytes:
         raise DeviceTooSmall(

@@ -42,6 +42,7 @@ from blockkv.device.engine import NativeDevice
 from blockkv.errors import (
     BatchError,
     BlockKVError,
+    DeviceBusy,
     DeviceReadOnly,
     InvalidArgument,
     StoreClosed,
@@ -49,6 +50,7 @@ from blockkv.errors import (
     WrongStore,
 )
 from blockkv.format.record import key_digest
+from blockkv.format.superblock import Superblock
 from blockkv.space.allocator import Extent
 from blockkv.store.create import superblock_facts
 from blockkv.store.gets import GetRun
@@ -581,7 +583,7 @@ def open_store(
     """
     options = Options(evict=evict, verify=verify, discard=discard, commit_interval_ms=commit_interval_ms)
     if isinstance(path, Device):
-        return _open_on(path, read_only, options)
+        return _open_on(path, read_only, options, by_path=False)
     descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
     try:
         device = NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth)
@@ -589,24 +591,19 @@ def open_store(
         os.close(descriptor)
         raise
     try:
-        return _open_on(device, read_only, options)
+        return _open_on(device, read_only, options, by_path=True)
     except BaseException:
         device.close()
         raise
 
 
-def _open_on(device: Device, read_only: bool, options: Options) -> Store:
+def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool) -> Store:
     if device.limits.read_only and not read_only:
         raise DeviceReadOnly(f"{device.path} is read-only; open it with read_only=True")
     if not read_only:
         device.flush()
     found = read_superblock(device)
-    for other in list(_open_stores):
-        if other._state.log.superblock.uuid == found.uuid and not other._closed:
-            raise WrongStore(
-                f"{device.path} holds the store {found.uuid_text}, which is open on "
-                f"{other._state.device.path}: one of them is a copy; close that one, or detach the copy"
-            )
+    _refuse_second_open(device, found, by_path)
     recovered = recover(device, found)
     if read_only:
         recovered.read_only_reason = "it was opened read-only"
@@ -619,6 +616,21 @@ def _open_on(device: Device, read_only: bool, options: Options) -> Store:
         # A page that cannot be read today may be readable tomorrow, with records of chunks long gone.
         store.checkpoint()
     return store
+
+
+def _refuse_second_open(device: Device, found: Superblock, by_path: bool) -> None:
+    """One store on two paths is a copy, and both would go on from the same state. A `Device` handed in by
+    the caller may be a copy on purpose (a crash state), but is never shared by two stores."""
+    for other in list(_open_stores):
+        if other._closed:
+            continue
+        if other._state.device is device:
+            raise DeviceBusy(f"{device.path} is open in this process already")
+        if by_path and other._state.log.superblock.uuid == found.uuid:
+            raise WrongStore(
+                f"{device.path} holds the store {found.uuid_text}, which is open on "
+                f"{other._state.device.path}: one of them is a copy; close that one, or detach the copy"
+            )
 
 
 @atexit.register

@@ -382,9 +382,9 @@ def test_closed(device: SimulatedDevice, open_on: Any) -> None:
             action()
 
 
-def test_the_same_store_twice(device: SimulatedDevice, open_on: Any) -> None:
+def test_the_same_device_twice(device: SimulatedDevice, open_on: Any) -> None:
     open_on(device)
-    with pytest.raises(blockkv.WrongStore, match="simulated"):
+    with pytest.raises(blockkv.DeviceBusy, match="simulated"):
         blockkv.open(device)
 
 
