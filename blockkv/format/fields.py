@@ -53,6 +53,7 @@ class Field:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes it takes in the struct."""
         return struct.calcsize("<" + self.struct_code)
 
 

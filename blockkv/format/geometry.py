@@ -21,6 +21,7 @@ from blockkv.errors import DeviceTooSmall, FormatError, InvalidArgument
 __all__ = [
     "DEFAULT_JOURNAL_BYTES",
     "LEAF_BYTES",
+    "MAX_DATA_UNITS",
     "MAX_EXTENTS",
     "MAX_EXTENT_UNITS",
     "MAX_LEAVES",
@@ -61,6 +62,7 @@ _COUNT_BITS = 24
 MAX_EXTENT_UNITS = (1 << _COUNT_BITS) - RUN_UNITS
 """Units in one extent: what 24 bits hold, in whole runs (64 GiB less one run)."""
 MAX_DATA_UNITS = 1 << _START_BITS
+"""Units the data zone can have: what the start of an extent can address (4 PiB)."""
 
 SLOTS_PER_COPY = 4
 SLOT_COUNT = 2 * SLOTS_PER_COPY
@@ -103,6 +105,7 @@ class Geometry:
 
     @property
     def journal_pages(self) -> int:
+        """Pages in the journal ring."""
         return self.journal.size_bytes // PAGE_BYTES
 
     @property
@@ -117,6 +120,7 @@ class Geometry:
 
     @property
     def data_units(self) -> int:
+        """Units in the data zone."""
         return self.data.size_bytes // UNIT_BYTES
 
     @property

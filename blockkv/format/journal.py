@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from blockkv.format.geometry import PAGE_BYTES
 from blockkv.format.page import (
+    PAGE_HEADER,
     PageFault,
     PageKind,
     PageRejected,
@@ -47,6 +48,7 @@ group, so that a later group's sealed sequence is within sight."""
 
 
 _BLANK_PAGE = bytes(PAGE_BYTES)
+_SEQUENCE_OFFSET = PAGE_HEADER.offsets["sequence"]
 
 
 def page_index(sequence: int, journal_pages: int) -> int:
@@ -223,7 +225,7 @@ def _whole_page(data: bytes, store_id: bytes) -> tuple[int, int, int] | None:
     """(sequence, epoch, sealed sequence) of a whole journal page of this store, whatever its place."""
     if len(data) != PAGE_BYTES:
         return None
-    sequence = int.from_bytes(data[48:56], "little")
+    sequence = int.from_bytes(data[_SEQUENCE_OFFSET : _SEQUENCE_OFFSET + 8], "little")
     try:
         page = decode_page(data, kind=PageKind.JOURNAL, store_id=store_id, sequence=sequence)
     except PageRejected:

@@ -174,6 +174,7 @@ class Superblock:
 
     @property
     def uuid_text(self) -> str:
+        """The store's identity as it is usually written."""
         return str(uuids.UUID(bytes=self.uuid))
 
     @property

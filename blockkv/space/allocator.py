@@ -97,6 +97,7 @@ class Allocator:
 
     @property
     def live_units(self) -> int:
+        """Units that belong to chunks."""
         return self.data_units - self.free_units - self.pending_units - self.quarantined_units
 
     @property

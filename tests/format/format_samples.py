@@ -74,7 +74,8 @@ def page(kind: PageKind, sequence: int = 9, records: list[bytes] | None = None, 
         "sealed_sequence": sequence - 1 if kind == PageKind.JOURNAL else 0,
     }
     records = [*put(5), record.encode_delete(6, record.key_digest(b"gone"))] if records is None else records
-    return encode_page(kind, sequence=sequence, records=records, **{**values, **changes})  # type: ignore[arg-type]
+    values |= {"sequence": sequence, "records": records, **changes}
+    return encode_page(kind, **values)  # type: ignore[arg-type]
 
 
 def with_checksum(content: bytes | bytearray) -> bytes:
