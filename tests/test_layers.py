@@ -33,7 +33,7 @@ PUBLIC_ONLY = {"connectors", "demo", "bench"}
 """Written as a user would write them: they see the public API and their own package, nothing else."""
 PUBLIC_MODULES = {"blockkv", "blockkv.errors", "blockkv.testing"}
 
-ENTRY_POINTS = {"blockkv", "blockkv.testing", "blockkv.__main__"}
+ENTRY_POINTS = {"blockkv", "blockkv.testing"}
 """Reached by users rather than by other modules; those of pyproject.toml come on top."""
 
 
@@ -57,10 +57,8 @@ def layer(module: str) -> int:
     pytest.fail(f"{module} belongs to no layer; give it a place in LAYERS and in docs/architecture.md")
 
 
-def imports(module: str) -> Iterator[tuple[str, int]]:
-    """Yield (imported module of this package, line), relative imports resolved."""
-    path = modules()[module]
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+def imports(path: Path, package: str) -> Iterator[tuple[str, int]]:
+    """Yield (imported module of ours, line), relative imports resolved from `package`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -82,7 +80,10 @@ def imports(module: str) -> Iterator[tuple[str, int]]:
 @cache
 def graph() -> dict[str, dict[str, int]]:
     """Module -> imported module -> line of the import."""
-    return {module: dict(imports(module)) for module in modules()}
+    return {
+        module: dict(imports(path, module if path.name == "__init__.py" else module.rpartition(".")[0]))
+        for module, path in modules().items()
+    }
 
 
 def place(module: str, line: int) -> str:
@@ -143,8 +144,11 @@ def test_no_dead_modules() -> None:
     alive = ENTRY_POINTS | {target.partition(":")[0] for target in scripts.values()}
     for targets in graph().values():
         alive |= targets.keys()
+    for tool in (ROOT / "tools").glob("*.py"):
+        alive |= dict(imports(tool, "")).keys()
     for module in list(alive):  # a package is alive with its modules
         while module:
             alive.add(module)
             module = module.rpartition(".")[0]
-    assert not modules().keys() - alive
+    dead = sorted(modules().keys() - alive)
+    assert not dead, f"imported by nothing and no entry point: {dead}"
