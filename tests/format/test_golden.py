@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import independent_decoder
+import numpy
 import pytest
 from format_samples import flipped
 
+import blockkv
 from blockkv.format import geometry, record, superblock
 from blockkv.format.checkpoint import CheckpointReader, pack
 from blockkv.format.geometry import PAGE_BYTES, Geometry, Zone
 from blockkv.format.journal import Replay, build_pages
 from blockkv.format.page import PageKind, decode_page, encode_page
 from blockkv.format.record import DeleteRecord, KeyTailRecord, LayoutRecord, PutRecord, Record
+from blockkv.testing import SimulatedDevice
 
 GOLDEN = Path(__file__).parent / "golden"
 VALUES = json.loads((GOLDEN / "values.v1.json").read_text())
@@ -240,6 +243,45 @@ def test_the_independent_decoder_refuses_damaged_payload() -> None:
     damaged[image.index(contents[b"small"]) + 10] ^= 1
     with pytest.raises(independent_decoder.Refused, match="leaves"):
         independent_decoder.chunks(bytes(damaged))
+
+
+STORE = golden("store.v1.xz")
+SMALL = numpy.arange(2 * 8 * 128, dtype=numpy.float16).tobytes()
+STORE_CONTENTS = {
+    b"small": SMALL,
+    b"\0\xffbinary": b"bytes " * 1000,
+    b"k and v": bytes([3]) * 150_000 + bytes([4]) * 150_000,
+    b"prefix/" + b"0123456789abcdef" * 255: SMALL,
+}
+"""What the store left when it was killed: two chunks in the checkpoint, two and a delete in the journal."""
+
+
+def test_the_independent_decoder_reads_a_store_of_version_1() -> None:
+    assert independent_decoder.newest_superblock(STORE)["label"] == "golden"
+    assert independent_decoder.chunks(STORE) == STORE_CONTENTS
+
+
+def test_the_package_opens_a_store_of_version_1() -> None:
+    device = SimulatedDevice(len(STORE), lba_bytes=4096)
+    for start in range(0, len(STORE), PAGE_BYTES):
+        if any(unit := STORE[start : start + PAGE_BYTES]):
+            device.poke(start, unit)
+    with blockkv.open(device) as store:
+        keys = {key.encode() if isinstance(key, str) else key: key for key in store.keys()}  # noqa: SIM118 - a Store is no mapping
+        assert {encoded: type(key) for encoded, key in keys.items()} == {
+            key: bytes if b"binary" in key else str for key in STORE_CONTENTS
+        }
+        pair = store.get("k and v")
+        expected = ("torch.uint8", (150_000,))
+        assert {name: (str(one.dtype), one.shape) for name, one in pair.items()} == {
+            "k": expected,
+            "v": expected,
+        }
+        for encoded, key in keys.items():
+            found = store.get(key)
+            tensors = found.values() if isinstance(found, dict) else [found]
+            assert b"".join(one.numpy().tobytes() for one in tensors) == STORE_CONTENTS[encoded]
+        assert store.check(payload=True).ok
 
 
 def test_the_independent_decoder_refuses_what_the_package_refuses() -> None:
