@@ -1,0 +1,424 @@
+"""The native engine: `Device` on an already opened descriptor, through the C core in `native/`.
+
+What this file adds to the C core: the choice of backend and the words for it, Python objects kept alive while
+the device may still touch their memory, callbacks on one completion thread, exceptions, and safety after fork.
+
+Two backends carry out the same plan. io_uring is the fast one; where the kernel refuses it (sysctl
+kernel.io_uring_disabled, a container's seccomp filter, a memlock limit) threads with preadv and pwritev do.
+
+Not here: opening, probing and locking the device (`blockkv.device.namespace`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import platform
+import stat
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from blockkv._native import ffi, lib
+from blockkv.device.base import Batch, Device, Limits, device_error
+from blockkv.errors import DeviceError, DeviceReadOnly, InvalidArgument, StoreClosed
+
+__all__ = ["NativeDevice", "checksum_variant", "leaf_checksum", "leaf_checksums"]
+
+EngineName = Literal["auto", "io_uring", "threads"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DEPTH = 256
+"""Requests in flight. Depth 64 starved the tail of a paged KV cache (Tutti); beyond 256 only latency grows."""
+DEFAULT_STAGING_BYTES = 16 << 20
+DEFAULT_MAX_SEGMENTS = 127
+"""Scatter-gather segments of one NVMe request on 4 KiB pages (drivers/nvme/host/pci.c, NVME_MAX_SEGS less one)."""
+
+_open_devices: weakref.WeakSet[NativeDevice] = weakref.WeakSet()
+
+
+def leaf_checksum(data: Any) -> int:
+    """XXH3-64 (seed 0) of a contiguous buffer."""
+    view = ffi.from_buffer(data)
+    return int(lib.bkv_checksum(view, len(view)))
+
+
+def leaf_checksums(data: Any, leaf_bytes: int) -> bytes:
+    """XXH3-64 of every `leaf_bytes` of a contiguous buffer, 8 little-endian bytes each, the last leaf short."""
+    if leaf_bytes < 1:
+        raise InvalidArgument(f"leaf_bytes is {leaf_bytes}; want at least 1")
+    view = ffi.from_buffer(data)
+    values = bytearray(8 * -(-len(view) // leaf_bytes))
+    lib.bkv_checksum_leaves(view, len(view), leaf_bytes, ffi.from_buffer("uint64_t[]", values))
+    return bytes(values)
+
+
+def checksum_variant() -> str:
+    """The instruction set the checksums use here: "avx512", "avx2" or "baseline"."""
+    return _text(lib.bkv_checksum_variant())
+
+
+class NativeDevice(Device):
+    """A device carried by the C engine. Owns `fd` from construction on: `close` closes it.
+
+    `fd` must be open with O_DIRECT, and for writing unless `limits.read_only`. `depth` is the number of requests kept
+    in flight; `workers` the number of threads for checksums and copies (default: one less than the CPUs, at most
+    4); `staging_bytes` bounds the memory through which misaligned buffers go.
+
+    Raises DeviceError when the engine asked for is refused, InvalidArgument for options out of range. Use of the
+    object in a forked child raises StoreClosed: the ring belongs to the parent.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        path: str,
+        limits: Limits,
+        *,
+        engine: EngineName = "auto",
+        depth: int = DEFAULT_DEPTH,
+        workers: int | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+    ) -> None:
+        self.path = path
+        self.limits = limits
+        self._fd = fd
+        self._process_id = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._in_flight: dict[int, Batch] = {}
+        self._last_token = 0
+        self._completion_thread: threading.Thread | None = None
+        try:
+            options = _options(fd, path, limits, depth, workers, staging_bytes)
+            self._engine, self._engine_name, self._engine_reason = _open_engine(path, options, engine)
+        except BaseException:
+            os.close(fd)
+            raise
+        _open_devices.add(self)
+
+    @property
+    def engine_name(self) -> str:
+        return self._engine_name
+
+    @property
+    def engine_reason(self) -> str:
+        return self._engine_reason
+
+    def submit(self, batch: Batch) -> None:
+        """See `Device.submit`. Raises InvalidArgument, with nothing started, for a batch that contradicts itself."""
+        self._check_process()
+        if batch.native is not None:
+            raise InvalidArgument("this batch was submitted before; build a new one")
+        if batch.direction and self.limits.read_only:
+            raise DeviceReadOnly(f"{self.path} is read-only", errno.EROFS)
+        flight = _Flight(batch)
+        with self._lock:
+            self._last_token += 1
+            flight.token = self._last_token
+            self._in_flight[flight.token] = batch
+            if batch.on_done is not None and self._completion_thread is None and not self._closed:
+                self._completion_thread = _start_completion_thread(self.path, self._engine, self._in_flight)
+        batch.native = flight
+        request = ffi.new(
+            "struct bkv_request *",
+            {
+                "transfers": flight.transfers,
+                "extents": ffi.from_buffer("struct bkv_extent[]", batch.extents),
+                "segments": ffi.from_buffer("struct bkv_segment[]", batch.segments),
+                "leaf_values": flight.leaf_values,
+                "transfer_count": len(batch),
+                "extent_count": len(batch.extents) // 2,
+                "segment_count": len(batch.segments) // 2,
+                "leaf_count": len(batch.leaf_values),
+                "token": flight.token if batch.on_done is not None else 0,
+                "direction": batch.direction,
+                "priority": batch.priority,
+            },
+        )
+        failure = ffi.new("struct bkv_failure *")
+        handle = ffi.new("struct bkv_batch **")
+        code = lib.bkv_engine_submit(self._engine.pointer, request, handle, failure)
+        if code:
+            self._in_flight.pop(flight.token, None)
+            batch.native = None
+            if code == -errno.ESHUTDOWN:
+                raise self._closed_error()
+            if code == -errno.EINVAL:
+                raise InvalidArgument(f"{self.path}: {_text(failure.message)}")
+            raise device_error(self.path, _text(failure.message), code)
+        if batch.on_done is None:
+            flight.handle = handle[0]
+
+    def wait(self, batch: Batch) -> None:
+        self._check_process()
+        flight = batch.native
+        if not isinstance(flight, _Flight) or batch.on_done is not None:
+            raise InvalidArgument("wait is for batches that were submitted without on_done")
+        handle = flight.claim()
+        if handle is not None:
+            lib.bkv_engine_wait(self._engine.pointer, handle)
+            self._in_flight.pop(flight.token, None)
+            flight.release()
+
+    def flush(self) -> None:
+        self._check_process()
+        self._check(lib.bkv_engine_flush(self._engine.pointer), "flush")
+
+    def discard(self, offset_bytes: int, length_bytes: int) -> None:
+        self._check_process()
+        if not self.limits.discard_granularity_bytes or not length_bytes:
+            return
+        code = lib.bkv_engine_discard(self._engine.pointer, offset_bytes, length_bytes)
+        if code == -errno.EINVAL:
+            raise InvalidArgument(
+                f"{self.path}: discard of {length_bytes} bytes at {offset_bytes} is refused; the device has"
+                f" {self.limits.size_bytes} bytes in units of {self.limits.lba_bytes}"
+            )
+        if code != -errno.EOPNOTSUPP:
+            self._check(code, f"discard of {length_bytes} bytes at {offset_bytes}")
+
+    def register(self, address: int, length_bytes: int) -> int:
+        self._check_process()
+        handle = int(lib.bkv_engine_register(self._engine.pointer, address, length_bytes))
+        if handle in (-errno.EOPNOTSUPP, -errno.ENOSPC):
+            return -1
+        if handle in (-errno.ENOMEM, -errno.EPERM):
+            raise DeviceError(
+                f"{self.path}: cannot pin {length_bytes} bytes at {address:#x}: {os.strerror(-handle)}; "
+                "raise RLIMIT_MEMLOCK (ulimit -l) or register less",
+                -handle,
+            )
+        self._check(handle if handle < 0 else 0, f"registering {length_bytes} bytes at {address:#x}")
+        return handle
+
+    def unregister(self, handle: int) -> None:
+        """Undo `register`. Nothing happens for -1, or after `close`, which gave everything back."""
+        self._check_process()
+        if handle == -1:
+            return
+        code = lib.bkv_engine_unregister(self._engine.pointer, handle)
+        if code == -errno.EINVAL:
+            raise InvalidArgument(f"{self.path}: {handle} is not a handle from register")
+        if code != -errno.ESHUTDOWN:
+            self._check(code, f"unregistering handle {handle}")
+
+    def counters(self) -> dict[str, int]:
+        """Counters since open. Valid after `close`.
+
+        `device_requests` counts requests issued; of these `fixed_requests` used registered memory and
+        `coalesced_requests` carried more than one transfer. `direct_bytes` and `bounced_bytes` split the payload by
+        the way it went. `isolated_requests` repeat the parts of a failed coalesced request one by one.
+        """
+        self._check_process()
+        counters = ffi.new("struct bkv_counters *")
+        lib.bkv_engine_counters(self._engine.pointer, counters)
+        return {name: int(getattr(counters, name)) for name in _COUNTER_NAMES}
+
+    def close(self) -> None:
+        """Wait for what is in flight and for its callbacks, then release everything. Idempotent.
+
+        Called from `on_done` it returns while later callbacks are still due. No-op in a forked child.
+        """
+        if os.getpid() != self._process_id:
+            return
+        with self._lock:
+            mine, self._closed = not self._closed, True
+            thread = self._completion_thread
+        lib.bkv_engine_close(self._engine.pointer)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        if not mine:
+            return
+        # The kernel may hold on to the file for a moment (a ring is torn down later); the lock must not wait.
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        os.close(self._fd)
+        for token, batch in list(self._in_flight.items()):
+            flight = batch.native
+            handle = flight.claim() if isinstance(flight, _Flight) else None
+            if handle is not None:  # done, and nobody waits for it yet; a later wait returns at once
+                lib.bkv_engine_wait(self._engine.pointer, handle)
+                self._in_flight.pop(token, None)
+        _open_devices.discard(self)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine") and not self._closed:
+            self.close()
+
+    def _abandon(self) -> None:
+        """In a forked child: let go of the descriptors, or the device would stay busy after the parent's end."""
+        self._closed = True
+        lib.bkv_engine_abandon(self._engine.pointer)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise StoreClosed(
+                f"{self.path} was opened by process {self._process_id} and this is its fork {os.getpid()}; "
+                "open it after forking, or start workers with the spawn method"
+            )
+
+    def _closed_error(self) -> StoreClosed:
+        return StoreClosed(f"{self.path} is closed")
+
+    def _check(self, code: int, what: str) -> None:
+        if code == -errno.ESHUTDOWN:
+            raise self._closed_error()
+        if code:
+            raise device_error(self.path, what, code)
+
+
+class _Engine:
+    """Owns the C object: freed when neither the device nor its completion thread needs it any more."""
+
+    __slots__ = ("_free", "_process_id", "pointer")
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = pointer
+        self._process_id = os.getpid()
+        self._free: Callable[[Any], None] = lib.bkv_engine_free
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process_id:
+            self._free(self.pointer)
+
+
+class _Flight:
+    """What a batch in flight holds on to: its arrays, locked in place while C may write to them."""
+
+    __slots__ = ("_claim", "handle", "leaf_values", "token", "transfers")
+
+    def __init__(self, batch: Batch) -> None:
+        self.token = 0
+        self.handle: Any = None
+        self.transfers: Any = ffi.from_buffer("struct bkv_transfer[]", batch.transfers)
+        self.leaf_values: Any = ffi.from_buffer("uint64_t[]", batch.leaf_values)
+        self._claim = threading.Lock()
+
+    def claim(self) -> Any:
+        """The C batch, for the one caller that will wait for it and thereby free it; None for all others."""
+        with self._claim:
+            handle, self.handle = self.handle, None
+        return handle
+
+    def release(self) -> None:
+        self.transfers = self.leaf_values = None
+
+
+def _start_completion_thread(path: str, engine: _Engine, in_flight: dict[int, Batch]) -> threading.Thread:
+    """Starts the thread that announces finished batches. It must not hold on to the device."""
+
+    def run() -> None:
+        while token := lib.bkv_engine_next(engine.pointer):
+            batch = in_flight.pop(token)
+            flight = batch.native
+            assert isinstance(flight, _Flight)
+            assert batch.on_done is not None
+            flight.release()
+            try:
+                batch.on_done(batch)
+            except Exception:
+                logger.exception("%s: on_done of a batch raised", path)
+            del batch, flight
+
+    thread = threading.Thread(target=run, name="blockkv-done", daemon=True)
+    thread.start()
+    return thread
+
+
+def _options(
+    fd: int, path: str, limits: Limits, depth: int, workers: int | None, staging_bytes: int
+) -> dict[str, int]:
+    for name, value, most in (
+        ("depth", depth, int(lib.BKV_MAX_DEPTH)),
+        ("workers", 1 if workers is None else workers, int(lib.BKV_MAX_WORKERS)),
+    ):
+        if not 1 <= value <= most:
+            raise InvalidArgument(f"{path}: {name} is {value}; want 1 to {most}")
+    cpus = len(os.sched_getaffinity(0))
+    return {
+        "fd": fd,
+        "size_bytes": limits.size_bytes,
+        "lba_bytes": limits.lba_bytes,
+        "memory_alignment_bytes": limits.memory_alignment_bytes,
+        "max_transfer_bytes": limits.max_transfer_bytes,
+        "max_segments": _max_segments(fd),
+        "depth": depth,
+        "workers": max(1, min(4, cpus - 1)) if workers is None else workers,
+        "staging_bytes": staging_bytes,
+    }
+
+
+def _max_segments(fd: int) -> int:
+    """Scatter-gather segments the device takes in one request, from sysfs; for a file, what NVMe takes."""
+    status = os.fstat(fd)
+    if stat.S_ISBLK(status.st_mode):
+        device = Path(f"/sys/dev/block/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}")
+        for queue in (device / "queue", device.resolve().parent / "queue"):  # a partition has its disk's queue
+            with contextlib.suppress(OSError, ValueError):
+                return int((queue / "max_segments").read_text())
+    return DEFAULT_MAX_SEGMENTS
+
+
+def _open_engine(path: str, options: dict[str, int], wanted: EngineName) -> tuple[_Engine, str, str]:
+    if wanted == "threads":
+        return _start(path, options, lib.BKV_BACKEND_THREADS), "threads", "asked for"
+    if wanted not in ("auto", "io_uring"):
+        raise InvalidArgument(f"engine is {wanted!r}; want 'auto', 'io_uring' or 'threads'")
+    try:
+        engine = _start(path, options, lib.BKV_BACKEND_IO_URING)
+    except DeviceError as refusal:
+        reason = _refusal(refusal)
+        if wanted == "io_uring":
+            raise DeviceError(f"{path}: {reason}; use engine='threads' or 'auto'", refusal.errno) from None
+        logger.warning("%s: %s; falling back to threads", path, reason)
+        return _start(path, options, lib.BKV_BACKEND_THREADS), "threads", reason
+    return engine, "io_uring", f"available on Linux {platform.release()}"
+
+
+def _start(path: str, options: dict[str, int], backend: int) -> _Engine:
+    failure = ffi.new("struct bkv_failure *")
+    pointer = lib.bkv_engine_open(ffi.new("struct bkv_options *", {**options, "backend": backend}), failure)
+    if pointer != ffi.NULL:
+        return _Engine(pointer)
+    message = _text(failure.message)
+    if failure.code == -errno.EINVAL and not message.startswith("io_uring"):
+        raise InvalidArgument(f"{path}: {message}")
+    raise DeviceError(message, -failure.code)
+
+
+def _refusal(refusal: DeviceError) -> str:
+    """Why io_uring was refused, and the knob that would change it."""
+    code = refusal.errno or 0
+    reason = f"{refusal.message} was refused: {os.strerror(code)} (errno {code})"
+    if code == errno.EPERM:
+        disabled = "unknown"
+        with contextlib.suppress(OSError):
+            disabled = Path("/proc/sys/kernel/io_uring_disabled").read_text().strip()
+        if disabled in ("1", "2"):
+            return f"{reason}: sysctl kernel.io_uring_disabled is {disabled}, set it to 0"
+        return f"{reason}: a seccomp filter denies it, allow io_uring_setup in the container's profile"
+    if code == errno.ENOSYS:
+        return f"{reason}: the kernel was built without io_uring, or a seccomp filter hides it"
+    if code == errno.ENOMEM:
+        return f"{reason}: raise RLIMIT_MEMLOCK (ulimit -l)"
+    return reason
+
+
+def _text(chars: Any) -> str:
+    return bytes(ffi.string(chars)).decode()
+
+
+def _abandon_all() -> None:
+    for device in list(_open_devices):
+        device._abandon()
+
+
+_COUNTER_NAMES = tuple(name for name, _ in ffi.typeof("struct bkv_counters").fields)
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,470 @@
+/* The reactor: the one thread that owns the ring. It issues operations in the order of their class, keeps up to
+ * `depth` of them in flight, and enters the kernel once for many: to submit what is new and to wait for what is due. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+#include "ring.h"
+
+enum {
+    WAKE_TAG = 1, /* user_data of the eventfd's read; operations are aligned, so no address of one */
+    /* An enter costs a few microseconds and a wakeup more: it should bring about this many completions. */
+    COMPLETIONS_PER_ENTER = 16,
+    MINIMUM_WAIT_US = 50,
+    MAXIMUM_WAIT_US = 1000,
+};
+
+struct bkv_reactor {
+    struct bkv_engine *engine;
+    struct bkv_ring ring;
+    pthread_t thread;
+    int event_fd;
+    bool event_armed;
+    uint64_t event_value;
+    bool has_file, has_buffers, staging_registered;
+
+    struct bkv_batch_list queue[BKV_PRIORITY_COUNT];
+    struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
+    struct bkv_batch *active; /* batches with operations in the ring */
+    uint32_t in_flight;
+    uint32_t filling;       /* operations whose staging a worker is filling */
+    bool staging_exhausted; /* an operation at the head of a queue waits for staging */
+    uint64_t interval_ns;   /* smoothed time between two completions */
+    uint64_t last_reap_ns;
+
+    /* start-up handshake */
+    pthread_mutex_t start_mutex;
+    pthread_cond_t started;
+    bool start_done;
+    int start_code;
+    const char *start_step;
+};
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void activate(struct bkv_reactor *reactor, struct bkv_batch *batch)
+{
+    if (batch->ring_count++)
+        return;
+    batch->active_previous = NULL;
+    batch->active_next = reactor->active;
+    if (reactor->active)
+        reactor->active->active_previous = batch;
+    reactor->active = batch;
+}
+
+static void deactivate(struct bkv_reactor *reactor, struct bkv_batch *batch)
+{
+    if (--batch->ring_count)
+        return;
+    if (batch->active_previous)
+        batch->active_previous->active_next = batch->active_next;
+    else
+        reactor->active = batch->active_next;
+    if (batch->active_next)
+        batch->active_next->active_previous = batch->active_previous;
+}
+
+static void issue(struct bkv_reactor *reactor, struct bkv_operation *operation)
+{
+    struct bkv_counts *counts = &reactor->engine->counts;
+    struct io_uring_sqe *sqe = bkv_ring_sqe(&reactor->ring); /* the ring has an entry for each of `depth`, and more */
+    bool read = operation->batch->direction == BKV_READ;
+    uint32_t count;
+    const struct iovec *memory = bkv_operation_memory(operation, &count);
+    if (count == 1) {
+        bool fixed = operation->fixed_index >= 0;
+        sqe->opcode = read ? (fixed ? IORING_OP_READ_FIXED : IORING_OP_READ)
+                           : (fixed ? IORING_OP_WRITE_FIXED : IORING_OP_WRITE);
+        sqe->buf_index = fixed ? (uint16_t)operation->fixed_index : 0;
+        sqe->addr = (uintptr_t)memory->iov_base;
+        sqe->len = (uint32_t)memory->iov_len;
+        bkv_count(&counts->fixed_requests, fixed);
+    } else {
+        sqe->opcode = read ? IORING_OP_READV : IORING_OP_WRITEV;
+        sqe->addr = (uintptr_t)memory;
+        sqe->len = count;
+    }
+    sqe->fd = reactor->has_file ? 0 : reactor->engine->options.fd;
+    sqe->flags = reactor->has_file ? IOSQE_FIXED_FILE : 0;
+    sqe->off = operation->offset_bytes + operation->done_bytes;
+    sqe->user_data = (uintptr_t)operation;
+    reactor->in_flight++;
+    activate(reactor, operation->batch);
+    bkv_count(&counts->device_requests, 1);
+    if (operation->transfer_count > 1)
+        bkv_count(&counts->coalesced_requests, 1);
+}
+
+/* Registering the staging ring makes it resident, so it waits for the first operation that needs it. */
+static void register_staging(struct bkv_reactor *reactor)
+{
+    struct bkv_engine *engine = reactor->engine;
+    reactor->staging_registered = reactor->has_buffers
+                                  && !bkv_ring_set_buffer(&reactor->ring, BKV_STAGING_SLOT, engine->staging.base,
+                                                          engine->options.staging_bytes);
+    if (!reactor->staging_registered)
+        reactor->has_buffers = false; /* the memlock limit: it will not get better */
+}
+
+/* Staging for an operation at the head of its queue. False: no room. */
+static bool stage(struct bkv_reactor *reactor, struct bkv_operation *operation)
+{
+    uint8_t *slot = bkv_staging_take(&reactor->engine->staging, operation->staging_bytes);
+    if (!slot)
+        return false;
+    if (reactor->has_buffers && !reactor->staging_registered)
+        register_staging(reactor);
+    bkv_operation_attach_staging(operation, slot);
+    if (reactor->staging_registered && operation->iov_count == 1)
+        operation->fixed_index = BKV_STAGING_SLOT;
+    return true;
+}
+
+/* Issues what the depth allows. Operations that hold staging come before those that want some, in every class:
+ * otherwise a load could wait for staging held by a store that waits for the load. */
+static void issue_all(struct bkv_reactor *reactor)
+{
+    struct bkv_operation_list fill[BKV_PRIORITY_COUNT] = {0};
+    uint32_t depth = reactor->engine->options.depth;
+    reactor->staging_exhausted = false;
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++) {
+        struct bkv_operation *operation;
+        while (reactor->in_flight < depth && (operation = bkv_list_pop(&reactor->ready[class])))
+            issue(reactor, operation);
+        struct bkv_batch *batch;
+        while (reactor->in_flight < depth && !reactor->staging_exhausted && (batch = reactor->queue[class].first)) {
+            operation = &batch->operations[batch->next_operation];
+            if (operation->staging_bytes && !stage(reactor, operation)) {
+                reactor->staging_exhausted = true;
+                break;
+            }
+            if (++batch->next_operation == batch->operation_count)
+                bkv_batch_list_pop(&reactor->queue[class]);
+            if (operation->staging_bytes && batch->direction == BKV_WRITE) {
+                bkv_list_push(&fill[class], operation);
+                reactor->filling++;
+            } else {
+                issue(reactor, operation);
+            }
+        }
+    }
+    bkv_workers_add(reactor->engine, fill);
+}
+
+static void complete(struct bkv_reactor *reactor, struct bkv_operation *operation, int32_t answer,
+                     struct bkv_operation_list heavy[BKV_PRIORITY_COUNT])
+{
+    struct bkv_batch *batch = operation->batch;
+    struct bkv_operation_list again = {0};
+    reactor->in_flight--;
+    deactivate(reactor, batch);
+    struct bkv_operation *finished = bkv_operation_settle(reactor->engine, operation, answer, &again);
+    bkv_list_append(&reactor->ready[batch->priority], &again);
+    if (!finished)
+        return;
+    if (bkv_engine_finish_is_heavy(finished))
+        bkv_list_push(&heavy[batch->priority], finished);
+    else
+        bkv_engine_finish(reactor->engine, finished);
+}
+
+static void reap(struct bkv_reactor *reactor)
+{
+    struct bkv_operation_list heavy[BKV_PRIORITY_COUNT] = {0};
+    uint64_t user_data, completed = 0;
+    int32_t result;
+    while (bkv_ring_next(&reactor->ring, &user_data, &result)) {
+        if (user_data == WAKE_TAG) {
+            reactor->event_armed = false;
+            continue;
+        }
+        complete(reactor, (struct bkv_operation *)(uintptr_t)user_data, result, heavy);
+        completed++;
+    }
+    bkv_workers_add(reactor->engine, heavy);
+    if (completed) {
+        uint64_t now = now_ns();
+        uint64_t interval = (now - reactor->last_reap_ns) / completed;
+        reactor->interval_ns = (7 * reactor->interval_ns + interval) / 8;
+        reactor->last_reap_ns = now;
+    }
+}
+
+static int control_register(struct bkv_reactor *reactor, const struct bkv_control *control)
+{
+    struct bkv_regions *regions = &reactor->engine->regions;
+    struct bkv_region region = {.address = control->address, .length_bytes = control->length_bytes};
+    if (!reactor->has_buffers)
+        return -EOPNOTSUPP;
+    int handle = bkv_regions_room(regions, control->length_bytes, &region.first_slot);
+    if (handle < 0)
+        return handle;
+    for (uint64_t done = 0; done < region.length_bytes; region.slot_count++) {
+        uint64_t left = region.length_bytes - done;
+        uint64_t n = left < BKV_REGION_SLOT_BYTES ? left : BKV_REGION_SLOT_BYTES;
+        int code = bkv_ring_set_buffer(&reactor->ring, region.first_slot + region.slot_count,
+                                       (const void *)(uintptr_t)(region.address + done), n);
+        if (code) {
+            while (region.slot_count)
+                bkv_ring_set_buffer(&reactor->ring, region.first_slot + --region.slot_count, NULL, 0);
+            return code;
+        }
+        done += n;
+    }
+    bkv_regions_add(regions, handle, &region);
+    return handle;
+}
+
+static int control_unregister(struct bkv_reactor *reactor, const struct bkv_control *control)
+{
+    struct bkv_region region;
+    if (!bkv_regions_remove(&reactor->engine->regions, control->handle, &region))
+        return -EINVAL;
+    for (uint32_t i = 0; i < region.slot_count; i++)
+        bkv_ring_set_buffer(&reactor->ring, region.first_slot + i, NULL, 0);
+    return 0;
+}
+
+/* Empties the inbox. Call with its mutex held; drops it while it carries out controls. */
+static void take_inbox(struct bkv_reactor *reactor)
+{
+    struct bkv_inbox *inbox = &reactor->engine->inbox;
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++) {
+        struct bkv_batch_list *from = &inbox->batches[class], *to = &reactor->queue[class];
+        if (from->first) {
+            if (to->last)
+                to->last->next = from->first;
+            else
+                to->first = from->first;
+            to->last = from->last;
+            *from = (struct bkv_batch_list){0};
+        }
+        reactor->filling -= inbox->ready[class].count;
+        bkv_list_append(&reactor->ready[class], &inbox->ready[class]);
+    }
+    inbox->staging_freed = false;
+    while (inbox->controls) {
+        struct bkv_control *control = inbox->controls;
+        inbox->controls = control->next;
+        pthread_mutex_unlock(&inbox->mutex);
+        int result = control->kind == BKV_CONTROL_REGISTER ? control_register(reactor, control)
+                                                            : control_unregister(reactor, control);
+        pthread_mutex_lock(&inbox->mutex);
+        control->result = result;
+        control->done = true;
+        pthread_cond_broadcast(&inbox->control_done);
+    }
+}
+
+static bool inbox_is_empty(const struct bkv_inbox *inbox)
+{
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+        if (inbox->batches[class].first || inbox->ready[class].first)
+            return false;
+    return !inbox->controls && !inbox->staging_freed;
+}
+
+static bool ready_is_empty(const struct bkv_reactor *reactor)
+{
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+        if (reactor->ready[class].first)
+            return false;
+    return true;
+}
+
+static bool queues_are_empty(const struct bkv_reactor *reactor)
+{
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+        if (reactor->queue[class].first)
+            return false;
+    return ready_is_empty(reactor);
+}
+
+/* How many completions are worth waking up for. Nobody is told anything before the last operation of a batch, so
+ * most of the batch that is nearest to its end; few enough that the last ones are hashed while others still run. */
+static uint32_t wait_count(const struct bkv_reactor *reactor)
+{
+    if (reactor->filling || reactor->staging_exhausted)
+        return 1;
+    uint32_t nearest = reactor->in_flight;
+    for (const struct bkv_batch *batch = reactor->active; batch && nearest > 1; batch = batch->active_next)
+        if (batch->ring_count < nearest)
+            nearest = batch->ring_count;
+    uint32_t count = nearest * 3 / 4;
+    uint32_t refill = reactor->engine->options.depth / 4;
+    if (count > refill && !queues_are_empty(reactor))
+        count = refill;
+    return count ? count : 1;
+}
+
+static void arm_event(struct bkv_reactor *reactor)
+{
+    if (reactor->event_armed)
+        return;
+    struct io_uring_sqe *sqe = bkv_ring_sqe(&reactor->ring);
+    sqe->opcode = IORING_OP_READ;
+    sqe->fd = reactor->event_fd;
+    sqe->addr = (uintptr_t)&reactor->event_value;
+    sqe->len = sizeof reactor->event_value;
+    sqe->user_data = WAKE_TAG;
+    reactor->event_armed = true;
+}
+
+static void enter(struct bkv_reactor *reactor)
+{
+    struct bkv_inbox *inbox = &reactor->engine->inbox;
+    arm_event(reactor);
+    uint64_t minimum_us = reactor->interval_ns * COMPLETIONS_PER_ENTER / 1000;
+    if (minimum_us < MINIMUM_WAIT_US)
+        minimum_us = MINIMUM_WAIT_US;
+    if (minimum_us > MAXIMUM_WAIT_US)
+        minimum_us = MAXIMUM_WAIT_US;
+    pthread_mutex_lock(&inbox->mutex);
+    bool sleep = inbox_is_empty(inbox);
+    inbox->in_ring = sleep;
+    pthread_mutex_unlock(&inbox->mutex);
+    bkv_count(&reactor->engine->counts.ring_enters, 1);
+    int code = bkv_ring_enter(&reactor->ring, sleep ? wait_count(reactor) : 0, (uint32_t)minimum_us);
+    if (code) {
+        /* The kernel is short of memory for requests, or the ring was taken from us (a late seccomp filter).
+         * Requests in flight still own callers' memory, so there is nothing to do but to come back. */
+        struct timespec pause = {.tv_sec = 0, .tv_nsec = 1000000};
+        nanosleep(&pause, NULL);
+    }
+}
+
+/* Sleeps outside the ring until something arrives. Returns false when the engine stops. */
+static bool wait_for_work(struct bkv_reactor *reactor)
+{
+    struct bkv_inbox *inbox = &reactor->engine->inbox;
+    pthread_mutex_lock(&inbox->mutex);
+    inbox->in_ring = false; /* from here on a signal wakes us, and the event would not */
+    while (inbox_is_empty(inbox) && !inbox->stopping)
+        pthread_cond_wait(&inbox->arrived, &inbox->mutex);
+    /* `stopping` is set only after the last batch was done, so no worker holds an operation either */
+    bool stop = inbox->stopping && inbox_is_empty(inbox);
+    pthread_mutex_unlock(&inbox->mutex);
+    reactor->last_reap_ns = now_ns();
+    return !stop;
+}
+
+static void loop(struct bkv_reactor *reactor)
+{
+    struct bkv_inbox *inbox = &reactor->engine->inbox;
+    do {
+        do {
+            pthread_mutex_lock(&inbox->mutex);
+            inbox->in_ring = false;
+            take_inbox(reactor);
+            pthread_mutex_unlock(&inbox->mutex);
+            issue_all(reactor);
+            if (reactor->in_flight) {
+                enter(reactor);
+                reap(reactor);
+            }
+        } while (reactor->in_flight || !ready_is_empty(reactor));
+    } while (wait_for_work(reactor));
+}
+
+static int open_ring(struct bkv_reactor *reactor)
+{
+    int code = bkv_ring_open(&reactor->ring, reactor->engine->options.depth + 1, &reactor->start_step);
+    if (code)
+        return code;
+    /* Both only make requests cheaper. */
+    reactor->has_file = !bkv_ring_register_file(&reactor->ring, reactor->engine->options.fd);
+    reactor->has_buffers = !bkv_ring_register_buffer_table(&reactor->ring, BKV_REGION_SLOTS);
+    return 0;
+}
+
+static void *run(void *argument)
+{
+    struct bkv_reactor *reactor = argument;
+    int code = open_ring(reactor);
+    pthread_mutex_lock(&reactor->start_mutex);
+    reactor->start_code = code;
+    reactor->start_done = true;
+    pthread_cond_signal(&reactor->started);
+    pthread_mutex_unlock(&reactor->start_mutex);
+    if (code)
+        return NULL;
+    loop(reactor);
+    bkv_ring_close(&reactor->ring);
+    return NULL;
+}
+
+static void destroy(struct bkv_reactor *reactor)
+{
+    if (reactor->event_fd >= 0)
+        close(reactor->event_fd);
+    pthread_cond_destroy(&reactor->started);
+    pthread_mutex_destroy(&reactor->start_mutex);
+    free(reactor);
+}
+
+int bkv_reactor_start(struct bkv_engine *engine, struct bkv_failure *failure)
+{
+    struct bkv_reactor *reactor = calloc(1, sizeof *reactor);
+    if (!reactor)
+        return -ENOMEM;
+    reactor->engine = engine;
+    pthread_mutex_init(&reactor->start_mutex, NULL);
+    pthread_cond_init(&reactor->started, NULL);
+    reactor->start_step = "pthread_create";
+    reactor->event_fd = eventfd(0, EFD_CLOEXEC); /* blocking, so that the ring waits for it */
+    int code = reactor->event_fd < 0 ? -errno : bkv_thread_start(&reactor->thread, "blockkv-ring", run, reactor);
+    if (!code) {
+        pthread_mutex_lock(&reactor->start_mutex);
+        while (!reactor->start_done)
+            pthread_cond_wait(&reactor->started, &reactor->start_mutex);
+        code = reactor->start_code;
+        pthread_mutex_unlock(&reactor->start_mutex);
+        if (code)
+            pthread_join(reactor->thread, NULL);
+    }
+    if (code) {
+        failure->code = code;
+        snprintf(failure->message, sizeof failure->message, "%s", reactor->start_step);
+        destroy(reactor);
+        return code;
+    }
+    engine->reactor = reactor;
+    return 0;
+}
+
+void bkv_reactor_stop(struct bkv_engine *engine)
+{
+    struct bkv_inbox *inbox = &engine->inbox;
+    pthread_mutex_lock(&inbox->mutex);
+    inbox->stopping = true;
+    bkv_inbox_wake(engine);
+    pthread_mutex_unlock(&inbox->mutex);
+    pthread_join(engine->reactor->thread, NULL);
+    destroy(engine->reactor);
+    engine->reactor = NULL;
+}
+
+void bkv_reactor_wake(struct bkv_reactor *reactor)
+{
+    uint64_t one = 1;
+    while (write(reactor->event_fd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+}
+
+void bkv_reactor_abandon(struct bkv_reactor *reactor)
+{
+    close(reactor->ring.fd);
+    close(reactor->event_fd);
+}
