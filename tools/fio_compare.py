@@ -26,7 +26,6 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-import blockkv
 from blockkv.bench.compare import CaseResult, Settings, ShapeResult, compare, plan_cases
 from blockkv.bench.device import PacedDevice, paced_device
 from blockkv.errors import BlockKVError
@@ -88,10 +87,11 @@ def main(
     try:
         with _target(device, paced, size_gib, read_gb_s, write_gb_s, sector_bytes) as (path, pace):
             if pace is None:
-                console.print(f"[bold]Everything on {path} is being destroyed.[/bold]")
-            # the library's own rules decide whether the device may be taken
-            blockkv.format(path, force=force or pace is not None)
-            shapes, results = compare(path, cases, settings, lambda found: _announce(console, found))
+                console.print(f"[bold]{path} is formatted and overwritten, unless it is refused.[/bold]")
+            may_overwrite = force or pace is not None
+            shapes, results = compare(
+                path, cases, settings, lambda found: _announce(console, found), force=may_overwrite
+            )
             described = _describe(path, pace, shapes)
     except BlockKVError as error:
         raise click.ClickException(str(error)) from error

@@ -8,11 +8,15 @@ Both sides move data between the device and memory that stays allocated: fio a f
 CPU is user and system time of the whole process; the store's is this one, Python and all threads included.
 What was read is compared with what was written, once per case, outside the measurement.
 
+The device is formatted once and then written throughout: a drive answers reads of what was never written, or
+discarded, without touching its flash, and would look faster than it is.
+
 Not here: making a device (`blockkv.bench.device`), printing (`tools/fio_compare.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import resource
 import statistics
@@ -115,19 +119,22 @@ def compare(
     cases: Sequence[Case],
     settings: Settings = Settings(),
     progress: Callable[[ShapeResult | CaseResult], None] = lambda result: None,
+    *,
+    force: bool = False,
 ) -> tuple[list[ShapeResult], list[CaseResult]]:
-    """Measure `cases` on the device at `path`, which is formatted and overwritten again and again.
+    """Measure `cases` on the device at `path`, which is formatted and then overwritten again and again.
 
-    The caller has decided that nothing on it is needed. `progress` sees every result as it is found. Raises
-    InvalidArgument when the device is too small for a case, BlockKVError when what was read is not what was
-    written, and what `blockkv.format`, `blockkv.open` and fio raise.
+    Refuses what `blockkv.format` refuses, with the same `force`. `progress` sees every result as it is found.
+    Raises InvalidArgument when the device is too small for a case, BlockKVError when what was read is not
+    what was written, and what `blockkv.format`, `blockkv.open` and fio raise.
     """
     path = Path(path)
-    zone = _data_zone(path, cases)
+    zone = _prepare(path, cases, force)
     shapes: list[ShapeResult] = []
     results: list[CaseResult] = []
     largest = max(shape.request_bytes * shape.depth for shape in fio.SHAPES)
     with fio.reserved_huge_pages(largest):
+        _write_throughout(path, zone)
         for op, group in itertools.groupby(cases, key=lambda case: case.op):
             found = _measure_shapes(path, op, zone, settings)
             best = max(found, key=lambda result: result.gb_per_s).shape
@@ -140,20 +147,29 @@ def compare(
     return shapes, results
 
 
-def _data_zone(path: Path, cases: Sequence[Case]) -> tuple[int, int]:
-    """Offset and size in bytes of the data zone, which is also where fio reads and writes."""
-    with _fresh_store(path, cases[0]) as store:
-        info = store.info()
-        zone = int(info["data_offset_bytes"]), int(info["data_bytes"])
+def _prepare(path: Path, cases: Sequence[Case], force: bool) -> tuple[int, int]:
+    """Format; offset and size in bytes of the data zone, which is also where fio reads and writes."""
+    facts = blockkv.format(path, average_chunk=min(case.chunk_bytes for case in cases), force=force)
+    zone = int(facts["data_offset_bytes"]), int(facts["data_bytes"])
     needed_bytes = max(case.chunk_bytes * case.chunks_per_call for case in cases) * MIN_CALLS
     if zone[1] < needed_bytes:
         raise InvalidArgument(f"{path}: the data zone has {zone[1]} bytes, these cases need {needed_bytes}")
     return zone
 
 
-def _fresh_store(path: Path, case: Case) -> blockkv.Store:
-    blockkv.format(path, average_chunk=case.chunk_bytes, force=True)
-    return blockkv.open(path, verify=case.verify)
+def _write_throughout(path: Path, zone: tuple[int, int]) -> None:
+    shape = fio.SHAPES[-1]
+    size_bytes = zone[1] // shape.request_bytes * shape.request_bytes
+    fio.run(path, "write", shape, offset_bytes=zone[0], size_bytes=size_bytes, total_bytes=size_bytes)
+
+
+@contextlib.contextmanager
+def _empty_store(path: Path, case: Case) -> Iterator[blockkv.Store]:
+    """The store with nothing in it, emptied again afterwards: fio may have written over what it held."""
+    with blockkv.open(path, verify=case.verify) as store:
+        yield store
+        for key in list(store.keys()):
+            store.delete(key)
 
 
 def _measure_shapes(path: Path, op: Op, zone: tuple[int, int], settings: Settings) -> list[ShapeResult]:
@@ -197,12 +213,12 @@ def _measure_case(
     if case.op == "put":
 
         def run_store() -> None:
-            with _fresh_store(path, case) as store:
+            with _empty_store(path, case) as store:
                 of_store.append(_measure_puts(store, case, chunks, zone[1], settings.seconds))
 
         _run_pairs(settings.pairs, run_fio, run_store)
     else:
-        with _fresh_store(path, case) as store:
+        with _empty_store(path, case) as store:
             batches = _fill(store, case, chunks, zone[1])
             outs = _allocate(case)
             _check_gets(store, case, batches, chunks, outs)

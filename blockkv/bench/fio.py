@@ -146,7 +146,7 @@ def _free_huge_pages() -> int:
 def _startup_cpu_s(device: str, direction: str, shape: Shape, huge_pages: bool, offset_bytes: int) -> float:
     """CPU that fio needs before and after the first request: what is left of a run of one request."""
     size = [f"--filename={device}", f"--offset={offset_bytes}", f"--size={shape.request_bytes}"]
-    return min(_fio(direction, shape, huge_pages, size)[1] for _ in range(3))
+    return min(_fio(direction, shape, huge_pages, size)[1] for _ in range(2))
 
 
 def _fio(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import blockkv
 from blockkv.cli.app import command
 from blockkv.cli.output import Output, lines
 from blockkv.cli.size import Size, size_text
@@ -62,8 +61,6 @@ def bench(
     """
     from blockkv.bench.compare import Settings, compare, plan_cases
 
-    # Refuses an occupied device; `compare` overwrites without asking.
-    blockkv.format(device, force=force)
     settings = Settings(pairs=pairs, seconds=seconds)
     cases = plan_cases(ops, chunk_sizes_bytes, batch_bytes, [not no_verify], [memory])  # type: ignore[arg-type]
     done = 0
@@ -74,7 +71,7 @@ def bench(
             done += 1
             advance("measuring", done, len(cases) + 3 * len(set(ops)))
 
-        shapes, results = compare(device, cases, settings, progress)
+        shapes, results = compare(device, cases, settings, progress, force=force)
     document = {
         "device": device,
         "fio": [_shape_document(shape) for shape in shapes],

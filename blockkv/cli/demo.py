@@ -139,7 +139,7 @@ def _speed(path: str, progress: Progress) -> dict[str, Any]:
 
     progress("speed beside fio", 0, total)
     settings = Settings(pairs=SPEED_PAIRS, seconds=SPEED_SECONDS, shape_rounds=1)
-    _, results = compare(path, cases, settings, advance)
+    _, results = compare(path, cases, settings, advance, force=True)
     return {result.case.op: case_document(result) for result in results}
 
 
