@@ -107,7 +107,7 @@ void bkv_engine_wait(struct bkv_engine *engine, struct bkv_batch *batch);
  * every token was handed out. */
 uint64_t bkv_engine_next(struct bkv_engine *engine);
 
-/* Both return 0 or a negative errno, and carry it out in the calling thread. A flush covers what completed before it. */
+/* Both work in the calling thread and return 0 or a negative errno. A flush covers what completed before it. */
 int bkv_engine_flush(struct bkv_engine *engine);
 int bkv_engine_discard(struct bkv_engine *engine, uint64_t offset_bytes, uint64_t length_bytes);
 
