@@ -36,7 +36,7 @@ EngineName = Literal["auto", "io_uring", "threads"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEPTH = 256
-"""Requests in flight. Tutti saw mass waits at depth 64; 256 requests of 256 KiB are 9 ms of a 7 GB/s drive."""
+"""Requests in flight. Tutti saw mass waits at depth 64; 256 of 256 KiB are 9 ms of a 7 GB/s drive."""
 DEFAULT_STAGING_BYTES = 16 << 20
 DEFAULT_MAX_SEGMENTS = 127
 """Scatter-gather segments of one NVMe request (drivers/nvme/host/pci.c: NVME_MAX_SEGS, less one)."""
