@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout, Layouts
 from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority
@@ -46,6 +44,8 @@ def verify_chunks(
     """
     if not entries:
         return
+    import torch  # takes seconds to import; without payload to read nobody needs it
+
     total_bytes = sum(entry.units for entry in entries) * UNIT_BYTES
     longest_bytes = max(entry.units for entry in entries) * UNIT_BYTES
     memory_bytes = max(longest_bytes, min(total_bytes, VERIFY_BYTES))
