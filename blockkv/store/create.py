@@ -1,8 +1,8 @@
 """Making a store: the only code that may write to a device that holds something else.
 
 Order: refuse what is occupied (by path, and again on the exclusively opened descriptor) -> zero all eight
-superblock slots, flush -> discard the data zone -> first superblock. Cut short anywhere, the device reads
-as not formatted; never as half a store, never as the old one.
+superblock slots, the newest last, each flushed -> discard the data zone -> first superblock. Cut short
+anywhere, the device holds the old store whole or reads as not formatted; never half of either store.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from blockkv.device import namespace, occupancy
 from blockkv.device.base import Device
 from blockkv.device.engine import NativeDevice
-from blockkv.errors import DeviceReadOnly, InvalidArgument
+from blockkv.errors import DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
 from blockkv.format import geometry, superblock
 from blockkv.format.geometry import PAGE_BYTES
 from blockkv.format.superblock import Superblock
@@ -151,9 +152,27 @@ def _write_store(
     )
     encoded = first.encode(superblock.slots_of(1)[0])  # refuses a label that does not fit, before any write
     assert len(encoded) == PAGE_BYTES
-    for offset in shape.slot_offsets:
+    for offset in _newest_last(device, shape.slot_offsets):
         device.write(offset, bytes(PAGE_BYTES))
-    device.flush()
+        device.flush()
     device.discard(shape.data.offset_bytes, shape.data.size_bytes)
     write_superblock(device, first)
     return {"path": device.path, **superblock_facts(first)}
+
+
+def _newest_last(device: Device, slot_offsets: Sequence[int]) -> list[int]:
+    """The slots in the order to zero them.
+
+    While the newest superblock stands, the old store is whole. An older one, left behind alone, would name a
+    checkpoint and journal pages that have been overwritten since.
+    """
+    slots = []
+    for offset in slot_offsets:
+        try:
+            slots.append(device.read(offset, PAGE_BYTES))
+        except DeviceLost:
+            raise
+        except DeviceError:
+            slots.append(b"")
+    generations = [getattr(found, "generation", 0) for found in superblock.examine(slots)]
+    return [offset for _, offset in sorted(zip(generations, slot_offsets, strict=True))]
