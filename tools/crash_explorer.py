@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import errno
 import functools
@@ -49,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import blockkv
 from blockkv.device.base import UNIT_BYTES, Batch
-from blockkv.errors import BatchError, BlockKVError, StoreFull
+from blockkv.errors import BatchError, BlockKVError, NotFormatted, StoreFull
 from blockkv.format import journal as journal_module
 from blockkv.format import superblock as superblock_module
 from blockkv.format.journal import EndReason, Replay
@@ -63,7 +64,15 @@ from blockkv.store.gets import GetRun
 from blockkv.store.log import Log
 from blockkv.store.puts import PutRun
 from blockkv.store.state import State
-from blockkv.testing import Crash, Fault, FaultKind, FaultPlan, OperationKind, SimulatedDevice
+from blockkv.testing import (
+    Crash,
+    Fault,
+    FaultKind,
+    FaultPlan,
+    OperationKind,
+    SimulatedDevice,
+    mixtures,
+)
 
 PROFILES = ("power", "errors", "lying", "astray", "rot")
 PROFILE_WEIGHTS = (60, 10, 10, 10, 10)
@@ -166,6 +175,7 @@ class Settings:
 
     seed: int = 0
     probe_share: float = PROBE_SHARE
+    exhaustive: bool = False
     profile: str | None = None
 
 
@@ -205,6 +215,7 @@ class History:
         self.steps: list[str] = []
         self.device = formatted(rng.choice((6, 6, 7, 8))).crash_clone(rng)
         self.clone: SimulatedDevice | None = None
+        self.branch_steps: list[str] = []
 
     def run(self) -> None:
         """Raise Violation, with the whole story, if the store breaks a promise."""
@@ -227,7 +238,7 @@ class History:
             f"timeline: {self.device.timeline(last=80)}",
         ]
         if self.clone is not None:
-            lines.append(f"after the crash: {self.clone.timeline(last=80)}")
+            lines.append(f"after the crash: {' '.join(self.branch_steps)} {self.clone.timeline(last=80)}")
         return "\n    ".join(lines)
 
     def round(self) -> None:
@@ -240,12 +251,15 @@ class History:
         self.oracle = Oracle(self.look(store, self.oracle))
         device.set_plan(self.plan(device))
         device.before_operation = self.probe
-        for _ in range(rng.randint(3, 30)):
-            if device.stopped or not self.step(store):
-                break
+        self.work(store, rng.randint(3, 30))
         device.before_operation = None
         self.tally.operations += device.operation_count
         self.device = self.crash(device, rng)
+
+    def work(self, store: Store, step_count: int) -> None:
+        for _ in range(step_count):
+            if self.device.stopped or not self.step(store):
+                break
 
     def crash(self, device: SimulatedDevice, rng: random.Random) -> SimulatedDevice:
         crash = Crash.PROCESS_KILL if rng.random() < self.kill_share else Crash.POWER_CUT
@@ -311,11 +325,22 @@ class History:
             return
         clone = self.clone = self.crash(self.device, rng)
         clone = self.clone = self.cut_recoveries(clone, rng, 0.15)
-        found = self.look(open_store(clone, self.evict, self.discard), self.oracle)
-        if rng.random() < 0.4:
-            # What a finished recovery shows is on media: another crash, right away, takes nothing back.
-            clone = self.clone = self.crash(clone, rng)
-            self.look(open_store(clone, self.evict, self.discard), Oracle(found))
+        store = open_store(clone, self.evict, self.discard)
+        found = self.look(store, self.oracle)
+        if rng.random() < 0.5:
+            # A little work, cut short while its first group is in flight, or none at all: what a finished
+            # recovery shows is on media, so that another crash takes nothing back.
+            branch = copy.copy(self)
+            branch.device, branch.oracle, branch.rng = clone, Oracle(found), rng
+            branch.contents, branch.newest, branch.steps = dict(self.contents), dict(self.newest), []
+            self.branch_steps = branch.steps
+            if rng.random() < 0.6:
+                clone.deferred = rng.random() < 0.7
+                clone.set_plan(FaultPlan.stop(clone.operation_count + rng.randrange(12)))
+                branch.work(store, rng.randint(1, 4))
+            clone = self.clone = branch.crash(clone, rng)
+            branch.look(open_store(clone, self.evict, self.discard), branch.oracle)
+            self.branch_steps = []
         self.clone = None
 
     def look(self, store: Store, oracle: Oracle) -> dict[str, int | None]:
@@ -492,6 +517,180 @@ class History:
                     come.append(Event(key, None, maybe=True))
             oracle.live[key] = now
         oracle.events[start:] = gone + come
+
+
+# --- directed histories -------------------------------------------------------------------------------------
+
+
+class Directed(History):
+    """A history made to reach one corner, instead of drawn."""
+
+    profile_name = "power"
+
+    def __init__(self, number: int, settings: Settings, tally: Tally, keys: list[str] = KEYS) -> None:
+        super().__init__(number, dataclasses.replace(settings, profile=self.profile_name), tally)
+        self.evict = self.discard = False
+        self.garbage = 0.0
+        self.keys = keys
+        self.oracle = Oracle(dict.fromkeys(keys))
+        self.device = formatted(6).clone()
+
+    def run(self) -> None:
+        """Raise Violation, with the whole story, if the store breaks a promise."""
+        self.tally.histories += 1
+        try:
+            self.carry_out()
+        except Exception as error:
+            raise Violation(self.story(error)) from error
+
+    def carry_out(self) -> None:
+        """The history."""
+        raise NotImplementedError
+
+
+class GhostPages(Directed):
+    """Two crashed epochs write the same journal page, and what landed of each makes one whole page.
+
+    Epoch e writes page n and some of its sectors land; epoch e + 1 writes its own page n and only the others
+    land. Where those are zero in both, epoch e's page is whole again, and follows the right predecessor. Dice
+    throw this about three times in 100,000 crashes.
+    """
+
+    def __init__(self, number: int, settings: Settings, tally: Tally) -> None:
+        super().__init__(number, settings, tally, keys=["k0", "k1"])
+
+    def carry_out(self) -> None:
+        """Both commits, for many ways to divide the sectors between them."""
+        self.fill_ring()
+        edges = [1 << sector for sector in range(8)] + [255 ^ 1 << sector for sector in range(8)]
+        masks = range(256) if self.settings.exhaustive else edges + self.rng.sample(range(256), 16)
+        start, base = self.device, self.oracle.base
+        for mask in masks:
+            self.oracle = Oracle(base)
+            self.device = self.cut_commit(start, "k0", mask)
+            self.device = self.cut_commit(self.device, "k1", 255 ^ mask)
+            self.look(open_store(self.device, self.evict, self.discard), self.oracle)
+
+    def fill_ring(self) -> None:
+        """Leave no page of the ring with a sector of zeros."""
+        store = open_store(self.device, self.evict, self.discard)
+        for number in range(12):
+            store.put(f"{number:02}".ljust(3780, "x"), b"x", durable=True)
+        self.device = self.device.clone()
+
+    def cut_commit(self, device: SimulatedDevice, key: str, mask: int) -> SimulatedDevice:
+        """Put and commit on a copy; the sectors in `mask` of the journal page land."""
+        device = self.device = device.clone()
+        store = open_store(device, self.evict, self.discard)
+        self.oracle = Oracle(self.look(store, self.oracle))
+        self.put(store, [key], durable=False, many=False)
+        before = device.clone()
+        store.commit()
+        changed = [unit for unit in device.written_units() if not same_unit(device, before, unit)]
+        assert len(changed) == 1, f"a commit of one record wrote units {changed}"
+        offset = changed[0] * UNIT_BYTES
+        versions = [before.peek(offset, UNIT_BYTES), device.peek(offset, UNIT_BYTES)]
+        before.poke(offset, next(itertools.islice(mixtures(versions), mask, None)))
+        self.steps.append(f"{key}&{mask:#x}")
+        return before
+
+
+class TornPages(Directed):
+    """Every mixture of old and new sectors of every single page a short history writes."""
+
+    def __init__(self, number: int, settings: Settings, tally: Tally) -> None:
+        super().__init__(number, settings, tally)
+        self.device = formatted(6).clone()
+        self.before = self.device.clone()
+
+    def carry_out(self) -> None:
+        """Superblocks, journal and checkpoint pages and payload, over blank space and over old content."""
+        self.device.before_operation = self.tear
+        for _ in range(2):
+            store = open_store(self.device, self.evict, self.discard)
+            for key in self.keys[:2]:
+                self.put(store, [key], durable=True, many=False)
+            self.delete(store, self.keys[0], durable=True)
+            store.checkpoint()
+            self.oracle.all_durable()
+            self.put(store, [self.keys[-1]], durable=True, many=False)
+
+    def tear(self, _: OperationKind) -> None:
+        """After a write of one page, and before the next operation: all 256 crashes inside that write."""
+        last = self.device.operations()[-1:]
+        if last and last[0].kind is OperationKind.WRITE and last[0].length_bytes == UNIT_BYTES:
+            offset = last[0].offset_bytes
+            versions = [self.before.peek(offset, UNIT_BYTES), self.device.peek(offset, UNIT_BYTES)]
+            for page in mixtures(versions):
+                self.clone = self.before.clone()
+                self.clone.poke(offset, page)
+                self.look(open_store(self.clone, self.evict, self.discard), self.oracle)
+            self.clone = None
+        self.before = self.device.clone()
+
+
+class CutFormat(Directed):
+    """A format over an older store, stopped at every operation: the old store, an empty one, or none."""
+
+    def carry_out(self) -> None:
+        """Several crash states for each operation."""
+        store = open_store(self.device, self.evict, self.discard)
+        for key in self.keys[:4]:
+            self.put(store, [key], durable=True, many=False)
+            store.checkpoint()  # so that slots of several generations hold a store
+        store.close()
+        self.oracle.all_durable()
+        old = self.device.clone()
+        for operation in itertools.count():
+            self.device = old.clone(FaultPlan.stop(operation))
+            with contextlib.suppress(BlockKVError):
+                blockkv.format(self.device, average_chunk="16KiB", journal=6 * UNIT_BYTES, force=True)
+            if not self.device.stopped:
+                break
+            for _ in range(40):
+                self.clone = self.device.crash_clone(self.rng)
+                try:
+                    store = open_store(self.clone, self.evict, self.discard)
+                except NotFormatted:
+                    self.tally.states += 1
+                    continue
+                empty = Oracle(dict.fromkeys(self.keys))
+                self.look(store, self.oracle if store.contains(self.keys[0]) else empty)
+                self.clone = None
+
+
+class FailEvery(Directed):
+    """A history in which operation 0, 1, 2, ... fails, with each errno a device answers with."""
+
+    profile_name = "errors"
+
+    def carry_out(self) -> None:
+        """Run it again and again until the failing operation lies beyond its end."""
+        start, plain_dice = self.device, self.rng.getstate()
+        for code in (errno.EIO, errno.ENODATA, errno.ENOSPC, errno.ETIMEDOUT):
+            for operation in itertools.count():
+                self.rng.setstate(plain_dice)
+                self.device, self.oracle = start.clone(), Oracle(dict.fromkeys(self.keys))
+                self.steps.append(f"[{operation} {errno.errorcode[code]}")
+                store = open_store(self.device, self.evict, self.discard)
+                self.device.set_plan(FaultPlan.fail(self.device.operation_count + operation, code))
+                self.work(store, 25)
+                self.device.set_plan(None)
+                if not self.device.counters()["faults_injected"]:
+                    break
+                for crash in Crash:
+                    self.clone = self.device.crash_clone(self.probe_rng, crash)
+                    self.look(open_store(self.clone, self.evict, self.discard), self.oracle)
+                self.clone, self.steps = None, []
+
+
+def same_unit(one: SimulatedDevice, other: SimulatedDevice, unit: int) -> bool:
+    offset = unit * UNIT_BYTES
+    return one.peek(offset, UNIT_BYTES) == other.peek(offset, UNIT_BYTES)
+
+
+DIRECTED: dict[int, type[Directed]] = {-1: GhostPages, -2: CutFormat, -3: FailEvery, -4: TornPages}
+"""Histories with numbers of their own, for --history."""
 
 
 # --- the store under test -----------------------------------------------------------------------------------
@@ -768,13 +967,16 @@ def explore(
 ) -> str | None:
     """Run histories from number `first` on. Returns the story of the first violation, or None."""
     last_state = tally.states + states
-    for number in itertools.count(first):
+    directed = list(DIRECTED) if settings.exhaustive else [-1]
+    if first or settings.profile not in (None, "power"):
+        directed = []
+    for number in itertools.chain(directed, itertools.count(first)):
         if tally.states >= last_state or time.monotonic() >= deadline:
             return None
         if histories is not None and number >= first + histories:
             return None
         try:
-            History(number, settings, tally).run()
+            DIRECTED.get(number, History)(number, settings, tally).run()
         except Violation as violation:
             return str(violation)
     return None
@@ -790,7 +992,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="at most this long, mutants not included")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--history", type=int, help="run this one again")
-    parser.add_argument("--every", action="store_true", help="a crash state before every device operation")
+    parser.add_argument(
+        "--every", action="store_true", help="a crash state before every device operation, every torn page"
+    )
     parser.add_argument("--profile", choices=PROFILES, help="only this one")
     parser.add_argument(
         "--mutant",
@@ -806,7 +1010,7 @@ def main() -> int:
     # A pure function that every recovery calls eight times, mostly with the same bytes.
     superblock_module.decode = functools.lru_cache(maxsize=4096)(superblock_module.decode)
 
-    settings = Settings(options.seed, 1.0 if options.every else PROBE_SHARE, options.profile)
+    settings = Settings(options.seed, 1.0 if options.every else PROBE_SHARE, options.every, options.profile)
     tally, started = Tally(), time.monotonic()
     one_history = options.history is not None
     first, histories = (options.history, 1) if one_history else (0, options.histories)
@@ -821,7 +1025,7 @@ def main() -> int:
             print(f"VIOLATION {story}", file=sys.stderr)
     elapsed_s = time.monotonic() - started
     for mutant in chosen if not one_history or options.mutant in names else []:
-        mutant_settings = Settings(options.seed, settings.probe_share, mutant.profile)
+        mutant_settings = dataclasses.replace(settings, profile=mutant.profile)
         mutant_tally, mutant_started = Tally(), time.monotonic()
         with mutant.patch():
             story = explore(
