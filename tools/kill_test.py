@@ -44,7 +44,9 @@ def payload(name: str) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """The bytes of a key: different in every word, and between any two keys."""
     rng = random.Random(name)  # noqa: S311
     words = rng.choice(SIZES) // 8
-    return np.arange(words, dtype=np.uint64) * np.uint64(rng.getrandbits(64) | 1) + np.uint64(rng.getrandbits(64))
+    return np.arange(words, dtype=np.uint64) * np.uint64(rng.getrandbits(64) | 1) + np.uint64(
+        rng.getrandbits(64)
+    )
 
 
 def work(device: str, round_index: int, seed: int, say: Callable[[str], None]) -> None:
@@ -216,7 +218,9 @@ def run(device: str, kills: int, seed: int, progress: Callable[[], None]) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("device", help="block device, or a file that is created with --size; it is formatted")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None, help="default: random, printed")
@@ -225,7 +229,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
-    blockkv.format(options.device, size=options.size, average_chunk="64KiB", journal="256KiB", force=options.force)
+    blockkv.format(
+        options.device, size=options.size, average_chunk="64KiB", journal="256KiB", force=options.force
+    )
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("killing", total=options.kills)

@@ -27,11 +27,22 @@ class Entry:
     Everything but the last three attributes is fixed once the entry is in the index.
     """
 
-    __slots__ = ("digest", "group", "leases", "log_sequence", "pins", "raw", "tail")
+    __slots__ = (
+        "digest",
+        "group",
+        "layout_id",
+        "leases",
+        "log_sequence",
+        "payload_bytes",
+        "pins",
+        "raw",
+        "tail",
+    )
 
     def __init__(self, digest: bytes, log_sequence: int, raw: bytes, tail: bytes = b"") -> None:
         self.digest = digest
         self.log_sequence = log_sequence
+        self.layout_id, self.payload_bytes = record.summary_of(raw)
         self.raw = raw
         self.tail = tail
         """The encoded KEY_TAIL record, where the key did not fit into the PUT record."""
@@ -46,16 +57,8 @@ class Entry:
         return record.extents_of(self.raw)
 
     @property
-    def payload_bytes(self) -> int:
-        return record.payload_bytes_of(self.raw)
-
-    @property
     def units(self) -> int:
         return unit_count(self.payload_bytes)
-
-    @property
-    def layout_id(self) -> int:
-        return record.layout_id_of(self.raw)
 
     @property
     def root(self) -> bytes:

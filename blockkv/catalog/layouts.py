@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
+from blockkv.errors import InvalidArgument
 from blockkv.format.record import layout_checksum
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ BODY_LIMIT_BYTES = 1 << 20
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called `name` ("bfloat16"). Raises ValueError when this torch has none."""
+    """The torch dtype called `name` ("bfloat16"). Raises InvalidArgument when this torch has none."""
     import torch
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+        raise InvalidArgument(f"this torch ({torch.__version__}) has no dtype {name!r}")
     return dtype
 
 

@@ -64,11 +64,10 @@ __all__ = [
     "iterate_records",
     "key_digest",
     "layout_checksum",
-    "layout_id_of",
-    "payload_bytes_of",
     "put_bytes_at_most",
     "root_checksum",
     "root_of",
+    "summary_of",
 ]
 
 DIGEST_BYTES = 32
@@ -151,13 +150,13 @@ _TAIL_BYTES = KEY_TAIL_RECORD.size_bytes
 LAYOUT_BODY_MAX = PAGE_PAYLOAD_BYTES - _LAYOUT_BYTES
 """Longest description a LAYOUT record holds."""
 
-_LAYOUT_ID_OFFSET = PUT_RECORD.offsets["layout_id"]
 _ROOT_OFFSET = PUT_RECORD.offsets["root"]
 _pack_put = PUT_RECORD.struct.pack
 _unpack_put = PUT_RECORD.struct.unpack_from
 _unpack_delete = DELETE_RECORD.struct.unpack_from
 _unpack_layout = LAYOUT_RECORD.struct.unpack_from
 _unpack_tail = KEY_TAIL_RECORD.struct.unpack_from
+_unpack_summary = struct.Struct("<4xI40xQ").unpack_from  # layout_id at 4, payload_bytes at 48
 _unpack_word = struct.Struct("<Q").unpack_from
 _ZEROS = tuple(bytes(length) for length in range(8))
 _START_MASK = MAX_DATA_UNITS - 1
@@ -166,7 +165,7 @@ RecordView = tuple[int, int, bytes, bytes]
 """(operation, log_sequence, digest, raw): a checked record whose details are still encoded in `raw`.
 
 The digest is empty for LAYOUT. `decode(raw)` gives the whole record, `extents_of(raw)` and
-`payload_bytes_of(raw)` parts of it.
+`summary_of(raw)` parts of it.
 """
 
 
@@ -448,15 +447,10 @@ def extents_of(raw: bytes) -> tuple[tuple[int, int], ...]:
     return tuple(_extents(raw, 0, raw[3]))
 
 
-def payload_bytes_of(raw: bytes) -> int:
-    """The payload size of an accepted PUT record, without decoding the rest of it."""
-    (payload_bytes,) = _unpack_word(raw, PUT_RECORD.offsets["payload_bytes"])
-    return int(payload_bytes)
-
-
-def layout_id_of(raw: bytes) -> int:
-    """The layout id of an accepted PUT record, without decoding the rest of it."""
-    return int.from_bytes(raw[_LAYOUT_ID_OFFSET : _LAYOUT_ID_OFFSET + 4], "little")
+def summary_of(raw: bytes) -> tuple[int, int]:
+    """(layout id, payload bytes) of an accepted PUT record, without decoding the rest of it."""
+    layout_id, payload_bytes = _unpack_summary(raw)
+    return layout_id, payload_bytes
 
 
 def root_of(raw: bytes) -> bytes:

@@ -12,20 +12,20 @@ page that could not be read last time and can now) the later one holds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from blockkv.catalog.index import Entry, Index
 from blockkv.catalog.layouts import Layout, Layouts
 from blockkv.device.base import Device
-from blockkv.errors import DeviceError, DeviceLost, DeviceTooSmall, FormatError
+from blockkv.errors import DeviceError, DeviceLost, DeviceTooSmall, FormatError, InvalidArgument
 from blockkv.format import record, superblock
 from blockkv.format.checkpoint import CheckpointReader
 from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, slot_offsets
@@ -229,8 +229,17 @@ def _drop_without_layout(
     entries: dict[bytes, Entry], layouts: Layouts, report: RecoveryReport
 ) -> list[Dropped]:
     """Chunks whose layout was lost, or has another size than their payload, cannot be given back."""
-    sizes = {layout_id: layout.payload_bytes for layout_id, layout in layouts}
-    lost = [entry for entry in entries.values() if sizes.get(entry.layout_id) != entry.payload_bytes]
+    sizes: dict[int, int] = {}
+    for layout_id, layout in layouts:
+        # A dtype that this torch does not know yet or any more says nothing against the chunk.
+        with contextlib.suppress(InvalidArgument):
+            sizes[layout_id] = layout.payload_bytes
+    lost = [
+        entry
+        for entry in entries.values()
+        if sizes.get(entry.layout_id, -1) != entry.payload_bytes
+        and (entry.layout_id in sizes or entry.layout_id not in layouts)
+    ]
     for entry in lost:
         del entries[entry.digest]
     report.chunks_dropped_no_layout = len(lost)
@@ -326,7 +335,7 @@ def _read_or_blank(device: Device, offset_bytes: int, length_bytes: int) -> byte
         return b""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     # A million small objects that all stay alive: every collection in between is wasted work.
     was_enabled = gc.isenabled()

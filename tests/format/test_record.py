@@ -35,11 +35,10 @@ from blockkv.format.record import (
     iterate_records,
     key_digest,
     layout_checksum,
-    layout_id_of,
-    payload_bytes_of,
     put_bytes_at_most,
     root_checksum,
     root_of,
+    summary_of,
 )
 
 DATA_UNITS = 1 << 20
@@ -115,8 +114,7 @@ def test_put_round_trip(one: PutRecord) -> None:
     assert found == PutRecord(*[getattr(one, name) if name != "key" else found.key for name in one.__slots__])
     raw = views[0][3]
     assert extents_of(raw) == one.extents
-    assert payload_bytes_of(raw) == one.payload_bytes
-    assert layout_id_of(raw) == one.layout_id
+    assert summary_of(raw) == (one.layout_id, one.payload_bytes)
     assert root_of(raw) == one.root
     assert all(len(record) % 8 == 0 and len(record) <= PAGE_PAYLOAD_BYTES for record in records)
 

@@ -96,7 +96,9 @@ def test_check_finds_what_is_damaged(block_targets: Any) -> None:
 
 
 class _CacheStat(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted")]
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted")
+    ]
 
 
 def cached_pages(path: Path) -> int:

@@ -377,7 +377,12 @@ def test_closed(device: SimulatedDevice, open_on: Any) -> None:
     store.put("k", b"v")
     store.close()
     store.close()
-    for action in (lambda: store.put("x", b"y"), lambda: store.get("k"), lambda: store.contains("k"), store.keys):
+    for action in (
+        lambda: store.put("x", b"y"),
+        lambda: store.get("k"),
+        lambda: store.contains("k"),
+        store.keys,
+    ):
         with pytest.raises(blockkv.StoreClosed):
             action()
 
@@ -405,7 +410,8 @@ def test_threads_putting_the_same_keys(store: blockkv.Store) -> None:
     values = {f"k{number}": torch.full((5000,), number) for number in range(40)}
     written: list[list[bool]] = []
     threads = [
-        threading.Thread(target=lambda: written.append(store.put_many(values, durable=True))) for _ in range(6)
+        threading.Thread(target=lambda: written.append(store.put_many(values, durable=True)))
+        for _ in range(6)
     ]
     for thread in threads:
         thread.start()
