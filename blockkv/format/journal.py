@@ -203,9 +203,7 @@ class Replay:
                 continue
             its_sequence, its_epoch, its_sealed = found
             newest_epoch = max(newest_epoch, its_epoch)
-            if its_epoch > superblock.epoch or (
-                its_epoch == superblock.epoch and its_sequence == sequence and its_sealed >= end_sequence
-            ):
+            if its_epoch > superblock.epoch or (its_epoch == superblock.epoch and its_sealed >= end_sequence):
                 damaged = True
             elif its_epoch < superblock.epoch or its_sequence != sequence:
                 stale_pages += 1

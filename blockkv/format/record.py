@@ -386,7 +386,7 @@ def _check_extents(body: bytes, offset: int, extent_count: int, payload_bytes: i
     """Bytes of extents and leaves of the PUT at `offset`. Raises RecordMalformed."""
     units = unit_count(payload_bytes)
     extents_bytes = 8 * extent_count
-    if extent_count > MAX_EXTENTS or units > data_units or len(body) - offset - _PUT_BYTES < extents_bytes:
+    if extent_count > MAX_EXTENTS or len(body) - offset - _PUT_BYTES < extents_bytes:
         raise RecordMalformed(f"PUT at {offset}: {extent_count} extents for {payload_bytes} bytes")
     total_units = end = 0
     for start, count in sorted(_extents(body, offset, extent_count)):

@@ -176,6 +176,14 @@ def test_a_page_known_to_be_flushed_that_is_missing_is_damage() -> None:
     assert (end.reason, end.fault, end.next_sequence) == (EndReason.DAMAGED, PageFault.TORN, 10)
 
 
+def test_the_very_next_page_is_proof_enough() -> None:
+    ring = Ring()
+    for number in range(1, 4):
+        ring.commit(chunks(number, 1))
+    ring[10] = bytes(PAGE_BYTES)
+    assert ring.replay()[1].reason is EndReason.DAMAGED
+
+
 def test_damage_is_found_within_the_window() -> None:
     ring = Ring()
     ring.commit(chunks(1, 1))

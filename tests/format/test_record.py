@@ -55,6 +55,12 @@ def refuse(body: bytes, record_count: int = 1, data_units: int = DATA_UNITS) -> 
     return str(caught.value)
 
 
+def refuse_first(body: bytes) -> None:
+    """The first record is refused before anything is made of it."""
+    with pytest.raises(RecordMalformed):
+        next(iterate_records(body, 1, DATA_UNITS))
+
+
 @st.composite
 def puts(draw: Any) -> PutRecord:
     counts = draw(st.lists(st.integers(1, 5000), max_size=MAX_EXTENTS))
@@ -276,6 +282,11 @@ def test_violations_are_malformed(raw: bytes, offset: int, size_bytes: int, valu
     refuse(overwritten(raw, offset, size_bytes, value) + encode_delete(9, DIGEST), 2)
 
 
+@pytest.mark.parametrize("raw", SAMPLES, ids=range(len(SAMPLES)))
+def test_a_record_is_no_longer_than_its_fields(raw: bytes) -> None:
+    refuse_first(overwritten(raw, 0, 2, len(raw) + 8) + bytes(8))
+
+
 def test_the_number_of_records_must_fill_the_body() -> None:
     refuse(ORDINARY, 0)
     refuse(ORDINARY, 2)
@@ -288,7 +299,7 @@ def test_the_number_of_records_must_fill_the_body() -> None:
 @pytest.mark.parametrize("raw", SAMPLES, ids=range(len(SAMPLES)))
 def test_a_record_that_is_cut_off_is_malformed(raw: bytes) -> None:
     for length in range(len(raw)):
-        refuse(raw[:length])
+        refuse_first(raw[:length])
 
 
 def test_the_data_zone_bounds_extents() -> None:

@@ -252,6 +252,12 @@ def test_a_generation_written_to_the_head_only_is_chosen() -> None:
     assert choose(written).generation == 7
 
 
+def test_the_head_wins_over_a_tail_of_the_same_generation() -> None:
+    written = slots(superblock())
+    written[SLOT + 4] = superblock(label="another").encode(SLOT + 4)
+    assert choose(written) == superblock()
+
+
 @pytest.mark.parametrize("slot_index", range(8))
 def test_any_one_slot_is_enough(slot_index: int) -> None:
     generation = 4 + slot_index % 4

@@ -206,6 +206,21 @@ def test_a_scattered_large_chunk_takes_the_longest_first() -> None:
     assert allocator.allocate(32) == ((0, 32),)
 
 
+def test_the_rest_of_a_scattered_chunk_is_a_tight_fit_too() -> None:
+    # Free: 96 at 0, 64 at 128, 32 at 224.
+    allocator = Allocator.from_live(8 * RUN_UNITS, [(96, 32), (192, 32)])
+    assert allocator.allocate(128) == ((0, 96), (224, 32))
+
+
+def test_small_chunks_leave_the_free_space_beside_them_in_one_piece() -> None:
+    allocator = Allocator.from_live(128, [(40, 88)])
+    assert allocator.allocate(4) == ((36, 4),)  # the end of the hole, not its middle
+    assert list(allocator.free_extents()) == [(0, 36)]
+    allocator = Allocator.from_live(128, [(0, 28), (96, 32)])
+    assert allocator.allocate(8) == ((88, 8),)  # breaks the last run, not the one in the middle
+    assert list(allocator.free_extents()) == [(28, 60)]
+
+
 def test_a_small_chunk_is_divided_only_when_nothing_else_is_left() -> None:
     live = [(unit, 1) for unit in range(64) if unit % 4 == 0]
     allocator = Allocator.from_live(64, live)
