@@ -34,6 +34,10 @@ PACE_REACHED = 0.97
 """Below this share of the asked speed the CPU, not the paced device, is the limit."""
 
 
+TABLE_CHARS = 112
+"""A narrower table has to be read letter by letter, so there the terminal may wrap it."""
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("device", required=False, type=click.Path(exists=True))
 @click.option("--paced", is_flag=True, help="Make a throttled device in memory and use that.")
@@ -76,6 +80,7 @@ def main(
         raise click.UsageError("name a DEVICE, or give --paced, and not both")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(stderr=as_json)
+    console.width = max(console.width, TABLE_CHARS)
     cases = plan_cases(
         ops=ops,
         chunk_sizes_bytes=[mib << 20 for mib in chunk_mib],
