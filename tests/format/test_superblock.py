@@ -99,7 +99,7 @@ def test_no_two_slots_mean_the_same() -> None:
     """Any bit changed under a right checksum is refused, or is another superblock that encodes to itself."""
     data = superblock().encode(SLOT)
     believed = 0
-    for bit in range(128, 8 * PAGE_BYTES):
+    for bit in [*range(128, 8 * 512), *range(8 * 512, 8 * PAGE_BYTES, 13)]:
         changed = with_checksum(flipped(data, bit))
         try:
             found = decode(changed, SLOT)

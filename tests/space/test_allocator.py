@@ -178,7 +178,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.largest_free == max([*self.model.aligned_lengths()[:1], *self.model.holes(), 0])
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+AllocatorMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestAllocatorAgainstModel = AllocatorMachine.TestCase
 
 
