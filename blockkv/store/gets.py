@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,14 @@ class GetRun(WaveRun[_Get]):
     direction = Direction.READ
     priority = Priority.LOAD
 
-    def __init__(self, state: State, count: int, into_outputs: bool) -> None:
-        super().__init__(state)
+    def __init__(
+        self,
+        state: State,
+        count: int,
+        into_outputs: bool,
+        then: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
+        super().__init__(state, then)
         self.results: list[Any] = [False if into_outputs else None] * count
         self.errors: dict[int, BlockKVError] = {}
         self._into_outputs = into_outputs
@@ -60,6 +66,15 @@ class GetRun(WaveRun[_Get]):
                 self._add(position, key, outputs[position] if outputs is not None else None)
         finally:
             self._drain()
+
+    def submit(self, key: Key, output: Any) -> None:
+        """Start the only get of an asynchronous run; `then` is called once, possibly before this returns."""
+        assert self._then is not None
+        self._add(0, key, output)
+        if self._wave.items:
+            self._start()
+        elif not self._started_count:
+            self._then(None)
 
     def _add(self, position: int, key: Key, output: Any) -> None:
         state = self._state

@@ -28,7 +28,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -66,8 +66,8 @@ __all__ = ["CheckReport", "ChunkInfo", "Store", "StoreFuture", "open_store"]
 
 logger = logging.getLogger("blockkv")
 
-FUTURE_THREADS = 8
-"""Loads, and apart from them stores, that the futures keep going at once."""
+STORE_THREADS = 8
+"""Puts that the futures keep going at once. A put may have to wait for space or for a flush."""
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class Store:
         self._idle = threading.Condition(self._state.lock)
         self._active_count = 0
         self._closed = ""
-        self._executors: dict[str, ThreadPoolExecutor] = {}
+        self._executor: ThreadPoolExecutor | None = None
         if not self.read_only and options.commit_interval_ms is not None:
             self._state.log.start(options.commit_interval_ms / 1000)
         _open_stores.add(self)
@@ -168,8 +168,26 @@ class Store:
         return results
 
     def submit_put(self, key: Key, tensors: Tensors, durable: bool = False) -> StoreFuture[bool]:
-        """`put` in the background. The future can be waited for or awaited."""
-        return self._submit("stores", lambda: self.put(key, tensors, durable))
+        """`put` in the background, on one of a few threads. The future can be waited for or awaited."""
+        with self._state.lock:
+            self._check_open()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(STORE_THREADS, "blockkv-put")
+        future: StoreFuture[bool] = StoreFuture()
+
+        def carry_out() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(self.put(key, tensors, durable))
+            except BaseException as error:
+                future.set_exception(error)
+
+        try:
+            self._executor.submit(carry_out)
+        except RuntimeError:
+            raise StoreClosed(f"{self._state.device.path}: the store is being closed") from None
+        return future
 
     def delete(self, key: Key, durable: bool = False) -> bool:
         """Remove a chunk; False when it was not there. With `durable` it stays removed after power loss."""
@@ -229,8 +247,30 @@ class Store:
         return results
 
     def submit_get(self, key: Key, out: Any = None) -> StoreFuture[Any]:
-        """`get` in the background. The future can be waited for or awaited."""
-        return self._submit("loads", lambda: self.get(key, out))
+        """`get` in the background: no thread waits for it. The future can be waited for or awaited.
+
+        Its callbacks run on the device's completion thread and must not block.
+        """
+        future: StoreFuture[Any] = StoreFuture()
+        future.set_running_or_notify_cancel()
+
+        def finish(problem: BaseException | None) -> None:
+            self._leave()
+            if problem is None and run.errors:
+                problem = run.errors[0]
+            if problem is not None:
+                future.set_exception(problem)
+            else:
+                future.set_result(run.results[0])
+
+        self._enter()
+        run = GetRun(self._state, 1, out is not None, finish)
+        try:
+            run.submit(key, out)
+        except BaseException:
+            self._leave()
+            raise
+        return future
 
     # -- the catalog -----------------------------------------------------------------------------------
 
@@ -426,13 +466,12 @@ class Store:
         Idempotent. Raises StoreReadOnly when the last writes failed; the device is let go all the same.
         """
         state = self._state
+        if self._executor is not None:
+            self._executor.shutdown()  # puts that were submitted are carried out
         with state.lock:
             if self._closed:
                 return
             self._closed = "the store was closed"
-        for executor in self._executors.values():
-            executor.shutdown()
-        with state.lock:
             self._idle.wait_for(lambda: self._active_count == 0)
         state.log.stop()
         try:
@@ -480,18 +519,24 @@ class Store:
     @contextlib.contextmanager
     def _operation(self, writing: bool = False) -> Iterator[None]:
         """Hold `close` back while the operation lasts. Raises StoreClosed or StoreReadOnly."""
+        self._enter(writing)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self, writing: bool = False) -> None:
         with self._state.lock:
             self._check_open()
             if writing:
                 self._check_writable()
             self._active_count += 1
-        try:
-            yield
-        finally:
-            with self._state.lock:
-                self._active_count -= 1
-                if self._closed:
-                    self._idle.notify_all()
+
+    def _leave(self) -> None:
+        with self._state.lock:
+            self._active_count -= 1
+            if self._closed:
+                self._idle.notify_all()
 
     @contextlib.contextmanager
     def _found(self, key: Key) -> Iterator[Entry | None]:
@@ -508,25 +553,6 @@ class Store:
         if self._state.read_only_reason:
             raise StoreReadOnly(f"{self._state.device.path}: {self._state.read_only_reason}")
         self._state.log.check_writable()
-
-    def _submit(self, kind: Literal["loads", "stores"], work: Callable[[], T]) -> StoreFuture[T]:
-        with self._state.lock:
-            self._check_open()
-            executor = self._executors.get(kind)
-            if executor is None:
-                executor = self._executors[kind] = ThreadPoolExecutor(FUTURE_THREADS, f"blockkv-{kind}")
-        future: StoreFuture[T] = StoreFuture()
-
-        def carry_out() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        executor.submit(carry_out)
-        return future
 
     def _abandon(self) -> None:
         """In a forked child: the parent goes on with the device, we must not."""
@@ -620,7 +646,8 @@ def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool
 
 def _refuse_second_open(device: Device, found: Superblock, by_path: bool) -> None:
     """One store on two paths is a copy, and both would go on from the same state. A `Device` handed in by
-    the caller may be a copy on purpose (a crash state), but is never shared by two stores."""
+    the caller may be a copy on purpose (a crash state), but is never shared by two stores.
+    """
     for other in list(_open_stores):
         if other._closed:
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from blockkv.device.base import Batch, Direction, Priority
@@ -45,8 +46,13 @@ class WaveRun(ABC, Generic[Item]):
     direction: Direction
     priority: Priority
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, then: Callable[[BaseException | None], None] | None = None) -> None:
+        """With `then` the run is asynchronous: a started wave is completed on the device's completion thread,
+        which then calls it with what went wrong, if anything.
+        """
         self._state = state
+        self._then = then
+        self._started_count = 0
         self._wave: Wave[Item] = Wave(self.direction, self.priority)
         self._in_flight: deque[Wave[Item]] = deque()
 
@@ -83,14 +89,29 @@ class WaveRun(ABC, Generic[Item]):
 
     def _start(self) -> None:
         wave, self._wave = self._wave, Wave(self.direction, self.priority)
-        self._in_flight.append(wave)
+        self._started_count += 1
+        if self._then is None:
+            self._in_flight.append(wave)
+        else:
+            wave.batch.on_done = lambda _: self._complete_and_tell(wave)
         try:
             self._state.device.submit(wave.batch)
         except BlockKVError as error:
             wave.refusal = error
+            if self._then is not None:
+                self._complete_and_tell(wave)
 
     def _finish(self) -> None:
         wave = self._in_flight.popleft()
         if wave.refusal is None:
             self._state.device.wait(wave.batch)
         self._complete(wave)
+
+    def _complete_and_tell(self, wave: Wave[Item]) -> None:
+        assert self._then is not None
+        problem: BaseException | None = None
+        try:
+            self._complete(wave)
+        except BaseException as error:
+            problem = error
+        self._then(problem)
