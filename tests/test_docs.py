@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+import blockkv
 from blockkv.cli import cli
 from blockkv.cli.exit_code import MEANINGS
 
@@ -168,3 +169,14 @@ def test_architecture_names_every_part() -> None:
     parts = [*(path.parent for path in package.glob("*/__init__.py")), *package.glob("*.py")]
     missing = [name for part in parts if f"`{(name := str(part.relative_to(ROOT)))}`" not in text]
     assert not missing
+
+
+def test_every_counter_is_explained(image_dir: Path) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    explained = set(re.findall(r"`(\w+)`", text.split("## Counters")[1].split("\n## ")[0]))
+    image = image_dir / "kv.img"
+    blockkv.format(image, size="32MiB")
+    with blockkv.open(image) as store:
+        found = set(store.stats())
+    assert found - explained == set()
+    assert explained - found <= {"check"}

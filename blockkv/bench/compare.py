@@ -107,10 +107,14 @@ def plan_cases(
     verify: Sequence[bool] = (True, False),
     memory: Sequence[Memory] = ("huge", "ordinary"),
 ) -> list[Case]:
-    """The cases of every combination, `batch_bytes` of chunks in each call (at least one chunk)."""
+    """The cases of every combination, `batch_bytes` of chunks in each call (at least one chunk).
+
+    A put always computes the checksum, so that there is only its verified case.
+    """
     return [
         Case(op, chunk_bytes, max(1, batch_bytes // chunk_bytes), verified, kind)
         for op, chunk_bytes, kind, verified in itertools.product(ops, chunk_sizes_bytes, memory, verify)
+        if verified or op == "get"
     ]
 
 
