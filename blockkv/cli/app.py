@@ -10,11 +10,11 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any, NoReturn
 
 import click
 
+from blockkv import __version__
 from blockkv.cli.exit_code import MEANINGS, ExitCode, exit_code_of
 from blockkv.cli.output import Output
 from blockkv.errors import BlockKVError
@@ -30,7 +30,7 @@ Shell completion:
 class App(click.Group):
     """The command group. Ends the process itself, in every way a command can end."""
 
-    def main(  # type: ignore[override]
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = "blockkv",
@@ -52,10 +52,6 @@ class App(click.Group):
             else:
                 error.show()
             code = ExitCode.USAGE
-        except BrokenPipeError:
-            # Whoever read our output has gone, e.g. `| head`. Python would complain once more at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = ExitCode.OK
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED
         except Exception as error:
@@ -76,7 +72,7 @@ def _message(error: Exception) -> str:
 
 def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
-        click.echo(f"blockkv {metadata.version('blockkv')}")
+        click.echo(f"blockkv {__version__}")
         context.exit()
 
 
@@ -115,7 +111,12 @@ def command_of(
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, **parameters: Any) -> int | None:
             del debug  # read from the arguments: it also has to work when parsing fails
-            return function(Output(as_json), **parameters)
+            try:
+                return function(Output(as_json), **parameters)
+            except BrokenPipeError:
+                # Whoever read our output has gone, e.g. `| head`. Python would complain once more at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return ExitCode.OK
 
         debug = click.option("--debug", is_flag=True, help="Show where an error was raised.")
         as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")

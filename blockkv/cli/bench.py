@@ -11,7 +11,7 @@ from blockkv.cli.output import Output, lines
 from blockkv.cli.size import Size, size_text
 
 if TYPE_CHECKING:
-    from blockkv.bench.compare import CaseResult, ShapeResult
+    from blockkv.bench.compare import CaseResult, Memory, Op, ShapeResult
 
 
 @command("bench")
@@ -47,9 +47,9 @@ def bench(
     device: str,
     chunk_sizes_bytes: tuple[int, ...],
     batch_bytes: int,
-    ops: tuple[str, ...],
+    ops: tuple[Op, ...],
     no_verify: bool,
-    memory: str,
+    memory: Memory,
     pairs: int,
     seconds: float,
     force: bool,
@@ -62,7 +62,7 @@ def bench(
     from blockkv.bench.compare import Settings, compare, plan_cases
 
     settings = Settings(pairs=pairs, seconds=seconds)
-    cases = plan_cases(ops, chunk_sizes_bytes, batch_bytes, [not no_verify], [memory])  # type: ignore[arg-type]
+    cases = plan_cases(ops, chunk_sizes_bytes, batch_bytes, [not no_verify], [memory])
     done = 0
     with output.progress() as advance:
 

@@ -79,13 +79,14 @@ def put(output: Output, store_path: str, key: str | bytes, file: str, npy: bool)
 
     Chunks never change: where the key is stored already, nothing is written and the command says so.
     """
-    with _source(file) as source, blockkv.open(store_path) as store:
+    # Read before the store is opened: a slow producer on stdin must not hold its lock.
+    with _source(file) as source:
         value = _array(source, file) if npy else _bytes_of(source, file)
-        stored = store.put(key, value, durable=True)
+    with blockkv.open(store_path) as store:
+        stored = store.put(key, memoryview(value) if isinstance(value, mmap.mmap) else value, durable=True)
         info = store.entry(key)
         assert info is not None, "a durable put returned, so the key is there"
         size_bytes = info.payload_bytes
-        del value
     document = {"key": key_text(key), "stored": stored, "payload_bytes": size_bytes}
     what = "stored" if stored else "was there already, nothing written:"
     output.document(document, lambda: click.echo(f"{key_text(key)}: {what} {size_text(size_bytes)}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from blockkv.cli.bench import case_document
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output
 from blockkv.cli.size import Size, size_text
+from blockkv.device.base import UNIT_BYTES
+from blockkv.device.namespace import probe
 
 if TYPE_CHECKING:
     from blockkv.demo.resume import Progress
@@ -23,8 +26,12 @@ if TYPE_CHECKING:
 SPEED_CHUNK_BYTES = 4 << 20
 """The size of the demo's own KV chunks: 256 tokens of its model."""
 SPEED_BATCH_BYTES = 32 << 20
+SPEED_BATCH_SHARE = 16
+"""At most 1/16 of the device in one call."""
 SPEED_PAIRS = 3
 SPEED_SECONDS = 0.6
+PLAIN_WIDTH = 110
+"""Columns of the summary when it does not go to a terminal."""
 
 
 @command("demo")
@@ -127,8 +134,14 @@ def demo(
 def _speed(path: str, progress: Progress) -> dict[str, Any]:
     from blockkv.bench.compare import CaseResult, Settings, ShapeResult, compare, plan_cases
 
+    # A small device takes smaller batches: what is measured must not fit into one of them.
+    share_bytes = probe(path).size_bytes // SPEED_BATCH_SHARE // UNIT_BYTES * UNIT_BYTES
+    batch_bytes = min(SPEED_BATCH_BYTES, share_bytes)
     cases = plan_cases(
-        chunk_sizes_bytes=[SPEED_CHUNK_BYTES], batch_bytes=SPEED_BATCH_BYTES, verify=[True], memory=["huge"]
+        chunk_sizes_bytes=[min(SPEED_CHUNK_BYTES, batch_bytes)],
+        batch_bytes=batch_bytes,
+        verify=[True],
+        memory=["huge"],
     )
     done, total = 0, 2 * 3 + len(cases)
 
@@ -174,7 +187,8 @@ def _print(document: dict[str, Any]) -> None:
         table.add_section()
     verdict = "everything held" if document["ok"] else "SOMETHING DID NOT HOLD"
     table.add_row("verdict", f"{verdict}, {document['seconds']:.0f} s")
-    Console(width=None if click.get_text_stream("stdout").isatty() else 100).print(table)
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console.print(table)
 
 
 def _speed_rows(speed: dict[str, Any]) -> list[tuple[str, str]]:

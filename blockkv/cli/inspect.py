@@ -212,7 +212,7 @@ def _extents_text(chunk: PutRecord) -> str:
 
 
 def _layout_text(body: bytes | None) -> str:
-    from blockkv.tensors import Layout
+    from blockkv.catalog.layouts import Layout
 
     if body is None:
         return "(its LAYOUT record is lost)"

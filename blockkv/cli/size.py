@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import re
-
 import click
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i?B)?|B)?", re.IGNORECASE)
+from blockkv.errors import InvalidArgument
 
 
-class Size(click.ParamType):
-    """A number of bytes. K, M, G, T, P and KiB .. PiB are powers of 1024, KB .. PB powers of 1000."""
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
+    """A number of bytes, written as the library reads it: 4096, 64KiB, 1.5G; all units are binary."""
 
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes of `value`; a usage error for anything that is not a whole, positive number of them."""
+        """Bytes of `value`; a usage error for anything that is not a positive number of them."""
         if isinstance(value, int):
             return value
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size; write it like 4096, 64MiB, 1G or 1.5T", param, ctx)
-        number, unit, suffix = match[1], (match[2] or "").upper(), (match[3] or "").upper()
-        power = "KMGTP".index(unit) + 1 if unit else 0
-        amount = float(number) * (1000 if suffix == "B" else 1024) ** power
-        if amount < 1 or amount != int(amount):
-            self.fail(f"{value!r} is not a whole number of bytes above 0", param, ctx)
-        return int(amount)
+        from blockkv.store import parse_size
+
+        try:
+            size_bytes = parse_size(str(value))
+        except InvalidArgument as error:
+            self.fail(str(error), param, ctx)
+        if size_bytes < 1:
+            self.fail(f"{value!r} is less than one byte", param, ctx)
+        return size_bytes
 
 
 def size_text(size_bytes: int) -> str:

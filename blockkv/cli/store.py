@@ -13,8 +13,9 @@ from blockkv.cli.app import command, store_argument
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output, fields, key_text, lines
 from blockkv.cli.size import Size, size_text
-from blockkv.device import namespace
+from blockkv.device import namespace, occupancy
 from blockkv.format.geometry import Geometry, Zone, plan
+from blockkv.format.superblock import MAGIC, SUPERBLOCK
 
 
 @command("format")
@@ -55,7 +56,14 @@ def format_store(
         )
     document: dict[str, Any] = {"path": store_path, "zones": _zone_document(geometry)}
     if dry_run:
-        output.document({**document, "formatted": False}, lambda: _print_zones(store_path, geometry))
+        findings = [str(finding) for finding in _in_the_way(store_path, geometry, force)]
+
+        def plan_text() -> None:
+            _print_zones(store_path, geometry)
+            for finding in findings:
+                click.echo(f"overwrites: {finding}")
+
+        output.document({**document, "formatted": False, "overwrites": findings}, plan_text)
         return
     info = blockkv.format(
         store_path,
@@ -83,6 +91,16 @@ def _planned(
         lba_bytes = limits.lba_bytes
         size_bytes = limits.size_bytes or size_bytes or 0
     return plan(size_bytes, lba_bytes, average_chunk_bytes, journal_bytes)
+
+
+def _in_the_way(path: str, geometry: Geometry, force: bool) -> list[occupancy.Finding]:
+    """What `--force` would overwrite. Raises as `blockkv.format` does where it would refuse."""
+    if not os.path.exists(path):  # noqa: PTH110
+        return []
+    magic_offset = SUPERBLOCK.offsets["magic"]
+    return occupancy.refuse_if_occupied(
+        path, force=force, magic=MAGIC, magic_offsets=[slot + magic_offset for slot in geometry.slot_offsets]
+    )
 
 
 def _zones(geometry: Geometry) -> list[tuple[str, Zone]]:
@@ -116,7 +134,9 @@ def info(output: Output, store_path: str) -> None:
     """
     with blockkv.open(store_path, read_only=True) as store:
         document = {**store.info(), "stats": store.stats()}
-    output.document(document, lambda: fields(_flat(document)))
+    # Counters that never counted say nothing to a reader; a program gets all of them.
+    shown = {**document, "stats": {name: value for name, value in document["stats"].items() if value}}
+    output.document(document, lambda: fields(_flat(shown)))
 
 
 def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:

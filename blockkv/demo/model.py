@@ -54,10 +54,10 @@ class ByteLlama:
             num_key_value_heads=geometry.kv_heads,
             head_dim=geometry.head_dim,
             max_position_embeddings=geometry.max_tokens,
-            attn_implementation="sdpa",
         )
         torch.manual_seed(WEIGHT_SEED)
-        self._model = LlamaForCausalLM(self._config).to(torch.float32).eval()
+        self._model: Any = LlamaForCausalLM(self._config)
+        self._model.eval()
         # transformers 5.23 renamed the argument; the old name still works there but warns.
         parameters = inspect.signature(type(self._model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -99,6 +99,7 @@ class ByteLlama:
 
     def extract(self, cache: DynamicCache, first: int, end: int, out: torch.Tensor) -> None:
         """Gather the KV of tokens [first, end) into `out`, of shape `geometry.chunk_shape(end - first)`."""
+        held: Any
         for layer, held in enumerate(cache.layers):
             out[layer, 0].copy_(held.keys[0, :, first:end])
             out[layer, 1].copy_(held.values[0, :, first:end])

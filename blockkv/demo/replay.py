@@ -60,7 +60,7 @@ class Footprint:
         return self.infinite_hit_count / max(self.reference_count, 1)
 
 
-class WrongContent(BlockKVError):
+class WrongContentError(BlockKVError):
     """A chunk came back with bytes that are not its own. The message names the key."""
 
 
@@ -86,7 +86,8 @@ def _open_trace(path: str | Path | None) -> io.TextIOBase:
     if path is None:
         packed = (resources.files("blockkv") / "data" / SHIPPED_TRACE).read_bytes()
         return io.StringIO(lzma.decompress(packed).decode())
-    opener: Callable[..., Any] = {".gz": gzip.open, ".xz": lzma.open}.get(Path(path).suffix, open)
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    opener = openers.get(Path(path).suffix, open)
     try:
         file: io.TextIOBase = opener(path, "rt", encoding="utf-8")
     except OSError as error:
@@ -205,7 +206,7 @@ def replay(
 
     `chunk_bytes` stands for the KV of 512 tokens; keys are "<family>/<hash id>". `progress` gets (requests
     done, requests in all). Memory: `BATCH_CHUNKS` chunks.
-    Raises WrongContent at the first byte that is not the key's own, and whatever the store raises.
+    Raises WrongContentError at the first byte that is not the key's own, and whatever the store raises.
     """
     report = ReplayReport(chunk_bytes=chunk_bytes)
     pattern = ChunkPattern(chunk_bytes)
@@ -256,7 +257,7 @@ def _get(
             report.failed_get_count += 1
             continue
         if not pattern.matches(key, chunk):
-            raise WrongContent(
+            raise WrongContentError(
                 f"chunk {key!r} came back with {report.chunk_bytes} bytes that are not its own"
             )
         report.hit_count += 1

@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is going on, done, total)."""
 
 
-class WorkerFailed(BlockKVError):
+class WorkerFailedError(BlockKVError):
     """A process of the demo ended in another way than it should. The message holds its last words."""
 
 
@@ -61,6 +61,8 @@ class _Worker:
             # A thread count chosen anew at run time would choose other kernels and other roundings.
             "MKL_DYNAMIC": "FALSE",
             "OMP_DYNAMIC": "FALSE",
+            # Threads that spin while they wait take the cores from whoever else has work on this machine.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
@@ -88,20 +90,22 @@ class _Worker:
                 pipe.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What the worker reports, until it closes its output. Raises WorkerFailed when it says so."""
+        """What the worker reports, until it closes its output. Raises WorkerFailedError when it says so."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             event: dict[str, Any] = json.loads(line)
             if event["event"] == "failed":
-                raise WorkerFailed(f"the {self.role} process failed: {event['type']}: {event['message']}")
+                raise WorkerFailedError(
+                    f"the {self.role} process failed: {event['type']}: {event['message']}"
+                )
             yield event
 
-    def failed(self, expected: str) -> WorkerFailed:
+    def failed(self, expected: str) -> WorkerFailedError:
         """The error to raise when the output ended without `expected`."""
         code = self.process.wait()
         words = self._errors.read_text(errors="replace").strip().splitlines()
         last = words[-1] if words else "it wrote nothing to stderr"
-        return WorkerFailed(
+        return WorkerFailedError(
             f"the {self.role} process ended with code {code} before it reported {expected!r}: {last}"
         )
 
@@ -150,7 +154,7 @@ def _run_and_kill(options: WorkerOptions, plan: ResumeOptions, progress: Progres
         # Reports that were already in the pipe are promises too.
         durable.update(event["chunk"] for event in events if event["event"] == "durable")
     if code != -signal.SIGKILL:
-        raise WorkerFailed(f"the writer process ended with code {code}, not by SIGKILL")
+        raise WorkerFailedError(f"the writer process ended with code {code}, not by SIGKILL")
     return {"durable_chunks": len(durable), "durable_tokens": len(durable) * plan.chunk_tokens}
 
 
@@ -161,7 +165,7 @@ def resume_after_kill(
 
     Returns the figures of all three runs; `identical` says whether every compared logit was equal to the
     last bit, `durable_chunks_lost` how many chunks reported durable the new process did not get back.
-    Raises WorkerFailed when a process did not do its part.
+    Raises WorkerFailedError when a process did not do its part.
     """
     common = WorkerOptions(
         role="",

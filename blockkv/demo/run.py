@@ -50,7 +50,8 @@ def run(options: DemoOptions, measure: Measure, progress: Progress) -> dict[str,
     """Run every stage; the figures of all of them.
 
     `ok` is True when the resumed logits were identical, nothing durable was lost, and every chunk of the
-    trace had its own content. Raises whatever `blockkv.format` refuses with, WorkerFailed, WrongContent.
+    trace had its own content. Raises whatever `blockkv.format` refuses with,
+    WorkerFailedError, WrongContentError.
     """
     if importlib.util.find_spec("transformers") is None:
         raise BlockKVError("the demo needs transformers; run: pip install 'blockkv[demo]'")
@@ -58,15 +59,20 @@ def run(options: DemoOptions, measure: Measure, progress: Progress) -> dict[str,
     begin = time.perf_counter()
     with _target(options) as (path, made), tempfile.TemporaryDirectory(prefix="blockkv-demo.") as scratch:
         progress("formatting", 0, 0)
+        clock = _StageClock()
         size_bytes = options.size_bytes if made else None
         blockkv.format(
             path, size=size_bytes, average_chunk=options.chunk_bytes, label="demo", force=options.force
         )
+        clock.stage("format")
         speed = measure(path, progress)
+        clock.stage("speed")
         # Measuring leaves a store of its own shape behind; what is on the device is ours by now.
         blockkv.format(path, average_chunk=options.chunk_bytes, label="demo", force=True)
         resumed = resume_after_kill(path, options.resume, Path(scratch), progress)
+        clock.stage("resume")
         traced = _replay(path, requests, options.chunk_bytes, progress)
+        clock.stage("trace")
         with blockkv.open(path, read_only=True) as store:
             document = store.info()
     return {
@@ -77,8 +83,21 @@ def run(options: DemoOptions, measure: Measure, progress: Progress) -> dict[str,
         "speed": speed,
         "resume": resumed,
         "trace": traced,
+        "stage_s": clock.stages,
         "seconds": time.perf_counter() - begin,
     }
+
+
+class _StageClock:
+    """How long each stage took, in seconds."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stage(self, name: str) -> None:
+        now = time.perf_counter()
+        self.stages[name], self._last = now - self._last, now
 
 
 @contextlib.contextmanager

@@ -181,7 +181,9 @@ def _resumer(run: _Run) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: its lock, held by a daemon thread, aborts the interpreter at exit.
+    while os.read(0, 4096):
+        pass
     os._exit(125)
 
 

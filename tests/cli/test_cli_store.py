@@ -1,0 +1,179 @@
+"""format, info and check: what they do, what they refuse, and with which exit code."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import answered, json_answer
+
+import blockkv
+from blockkv.cli.exit_code import ExitCode
+
+STORE_BYTES = 16 << 20
+
+
+def test_format_creates_a_file_and_shows_its_zones(image_dir: Path) -> None:
+    path = image_dir / "new.img"
+    answer = answered("format", path, "--size", "16MiB")
+    assert path.stat().st_size == STORE_BYTES
+    for zone in ("checkpoint A", "checkpoint B", "journal", "data"):
+        assert zone in answer.out
+    assert "formatted" in answer.out
+
+
+def test_format_as_json(image_dir: Path) -> None:
+    document = json_answer(
+        "format", image_dir / "new.img", "--size", "16MiB", "--journal", "2MiB", "--label", "a"
+    )
+    assert document["formatted"] is True
+    zones = {zone["name"]: zone for zone in document["zones"]}
+    assert zones["journal"]["size_bytes"] == 2 << 20
+    assert zones["data"]["offset_bytes"] % (1 << 20) == 0
+    assert json_answer("info", image_dir / "new.img")["label"] == "a"
+
+
+def test_the_zones_shown_are_the_zones_made(store: Path) -> None:
+    shown = json_answer("format", store, "--average-chunk", "64KiB", "--force")["zones"]
+    made = json_answer("inspect", "superblock", store)["superblock"]
+    for zone in shown:
+        name = zone["name"].lower().replace(" ", "_")
+        assert zone["offset_bytes"] == made[f"{name}_offset_bytes"]
+        assert zone["size_bytes"] == made[f"{name}_size_bytes"]
+
+
+def test_dry_run_writes_nothing(image_dir: Path) -> None:
+    new, blank = image_dir / "new.img", image_dir / "blank.img"
+    assert json_answer("format", new, "--size", "16MiB", "--dry-run")["formatted"] is False
+    assert not new.exists()
+    blank.write_bytes(bytes(STORE_BYTES))
+    answered("format", blank, "--dry-run")
+    assert not any(blank.read_bytes())
+
+
+def test_dry_run_refuses_what_format_would_refuse(store: Path) -> None:
+    assert "blockkv" in answered("format", store, "--dry-run", code=ExitCode.REFUSED).err
+    document = json_answer("format", store, "--dry-run", "--force")
+    assert any("blockkv" in finding for finding in document["overwrites"])
+
+
+def test_format_works_on_devices(block_targets) -> None:
+    path = block_targets(STORE_BYTES)
+    answered("format", path)
+    assert json_answer("check", path)["ok"] is True
+
+
+def test_format_refuses_a_store_until_forced(store: Path) -> None:
+    before = json_answer("inspect", "superblock", store)["superblock"]["uuid"]
+    answer = answered("format", store, code=ExitCode.REFUSED)
+    assert "blockkv" in answer.err
+    assert json_answer("inspect", "superblock", store)["superblock"]["uuid"] == before
+    answered("format", store, "--force")
+    assert json_answer("inspect", "superblock", store)["superblock"]["uuid"] != before
+
+
+def test_format_refuses_other_content(image_dir: Path) -> None:
+    path = image_dir / "data.img"
+    path.write_bytes(b"precious" + bytes(STORE_BYTES - 8))
+    assert json_answer("format", path, code=ExitCode.REFUSED)["error"]["type"] == "OccupiedError"
+    assert path.read_bytes().startswith(b"precious")
+
+
+@pytest.mark.requires_root
+@pytest.mark.requires_tool("mkfs.ext4", "mount")
+def test_format_refuses_a_file_system_and_a_mount_even_when_forced(loop_device, tmp_path: Path) -> None:
+    device = loop_device(32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(device)], check=True)
+    answer = answered("format", device, code=ExitCode.REFUSED)
+    assert "ext4" in answer.err
+    assert "wipefs" in answer.err
+    subprocess.run(["mount", str(device), str(tmp_path)], check=True)
+    try:
+        assert str(tmp_path) in answered("format", device, "--force", code=ExitCode.REFUSED).err
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    answered("format", device, "--force")
+
+
+@pytest.mark.parametrize("command", [["format", "--force"], ["info"], ["ls"], ["check"], ["rm", "key"]])
+def test_a_store_in_use_is_refused(store: Path, command: list[str]) -> None:
+    with blockkv.open(store):
+        answer = answered(command[0], store, *command[1:], "--json", code=ExitCode.REFUSED)
+    assert answer.document["error"]["type"] == "DeviceBusy"
+    assert str(store) in answer.document["error"]["message"]
+
+
+@pytest.mark.requires_root
+def test_a_read_only_device_is_refused(loop_device) -> None:
+    assert json_answer("format", loop_device(STORE_BYTES, 512, True), code=ExitCode.REFUSED)["error"][
+        "type"
+    ] in (
+        "DeviceReadOnly",
+        "DeviceBusy",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--size", "1MiB"], ExitCode.DEVICE),
+        (["--size", "16000001"], ExitCode.USAGE),
+        (["--size", "nonsense"], ExitCode.USAGE),
+        (["--size", "16MiB", "--average-chunk", "1"], ExitCode.USAGE),
+        (["--size", "16MiB", "--journal", "5000"], ExitCode.USAGE),
+        (["--size", "16MiB", "--label", "x" * 65], ExitCode.USAGE),
+        ([], ExitCode.DEVICE),
+    ],
+)
+def test_format_refuses_impossible_options_and_leaves_no_file(
+    image_dir: Path, options: list[str], code: ExitCode
+) -> None:
+    path = image_dir / "new.img"
+    answered("format", path, *options, code=code)
+    assert not path.exists()
+
+
+def test_info(store: Path, payload: Path) -> None:
+    answered("put", store, "key", payload)
+    document = json_answer("info", store)
+    assert document["label"] == "test store"
+    assert document["stats"]["chunks"] == 1
+    text = answered("info", store).out
+    assert "test store" in text
+    assert "MiB)" in text
+
+
+def test_check_of_a_sound_store(store: Path, payload: Path) -> None:
+    answered("put", store, "key", payload)
+    document = json_answer("check", store, "--payload")
+    assert document == {
+        "ok": True,
+        "chunks": 1,
+        "payload_bytes": 300_001,
+        "payload_checked": True,
+        "damaged_keys": [],
+        "problems": [],
+    }
+    assert answered("check", store).out.startswith("ok: 1 chunks, ")
+
+
+def test_check_finds_damaged_payload(store: Path, payload: Path) -> None:
+    answered("put", store, "good", payload)
+    answered("put", store, "bad", payload)
+    damage(store, "bad", at_byte=200_000)
+    document = json_answer("check", store, "--payload", code=ExitCode.NEGATIVE)
+    assert document["ok"] is False
+    assert document["damaged_keys"] == ["bad"]
+    assert "damaged: bad" in answered("check", store, "--payload", code=ExitCode.NEGATIVE).out
+    assert json_answer("check", store)["ok"] is True, "without --payload the payload is not read"
+
+
+def damage(store: Path, key: str, at_byte: int) -> None:
+    """Flip one bit of a chunk's payload on the device."""
+    extent = json_answer("inspect", "chunk", store, key)["extents"][0]
+    with store.open("r+b") as file:
+        file.seek(extent["offset_bytes"] + at_byte)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
