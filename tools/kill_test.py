@@ -3,9 +3,9 @@
 
     tools/kill_test.py DEVICE --kills 100 [--seed S] [--json] [--force]
 
-Every round a child opens the store and puts and deletes from several threads until it is killed, with reads,
-writes and journal pages in flight. It says on a pipe what it is about to do and what was acknowledged. Another
-child then opens the store and checks
+Every round a child opens the store and puts and deletes from several threads until it is killed, with
+reads, writes and journal pages in flight. It says on a pipe what it is about to do and what was
+acknowledged. Another child then opens the store and checks
 
     lost       a chunk whose durable put was acknowledged, and that nobody began to delete, is missing
     wrong      a chunk that is present has other bytes than were put under its key
@@ -116,7 +116,7 @@ def inspect(device: str, ledger: Ledger, say: Callable[[str], None]) -> None:
     try:
         with blockkv.open(device, evict=False) as store:
             figures = {"open_s": time.monotonic() - started, **store.info()["recovery"]}
-            keys = [str(key) for key in store.keys()]
+            keys = [str(key) for key in store.keys()]  # noqa: SIM118 - a store is no mapping
             for name, tensor in zip(keys, store.get_many(keys), strict=True):
                 if name not in ledger.put or name in ledger.deleted:
                     found["phantom"].append(name)

@@ -164,7 +164,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def engine_name(self) -> str:
-        """"io_uring", "threads" or "simulated"."""
+        """One of "io_uring", "threads", "simulated"."""
 
     @property
     @abstractmethod

