@@ -85,9 +85,8 @@ def run(
         if seconds is None
         else ["--time_based", f"--runtime={seconds * 1000:.0f}ms"]
     )
-    with reserved_huge_pages(shape.request_bytes * shape.depth) as huge_pages:
-        report, cpu_s = _fio(direction, shape, huge_pages, [*place, *bound])
-        cpu_s -= _startup_cpu_s(str(device), direction, shape, huge_pages, offset_bytes)
+    report, cpu_s, huge_pages = _fio(direction, shape, [*place, *bound])
+    cpu_s -= _startup_cpu_s(str(device), direction, shape, offset_bytes)
     job = report["jobs"][0][direction]
     moved_bytes, duration_s = job["io_bytes"], job["runtime"] / 1000
     percentiles = job["clat_ns"].get("percentile", {})
@@ -109,7 +108,7 @@ def reserved_huge_pages(buffer_bytes: int) -> Iterator[bool]:
 
     Grows the pool when root and the pages are missing, and sets it back afterwards.
     """
-    wanted = -(-buffer_bytes // HUGE_PAGE_BYTES) + FIO_SPARE_HUGE_PAGES
+    wanted = _huge_pages_wanted(buffer_bytes)
     free = _free_huge_pages()
     if free >= wanted or not NR_HUGEPAGES.exists():
         yield free >= wanted
@@ -120,6 +119,10 @@ def reserved_huge_pages(buffer_bytes: int) -> Iterator[bool]:
     finally:
         with contextlib.suppress(OSError):
             NR_HUGEPAGES.write_text(before)
+
+
+def _huge_pages_wanted(buffer_bytes: int) -> int:
+    return -(-buffer_bytes // HUGE_PAGE_BYTES) + FIO_SPARE_HUGE_PAGES
 
 
 def _grow_pool(wanted_free: int) -> bool:
@@ -143,16 +146,30 @@ def _free_huge_pages() -> int:
 
 
 @cache
-def _startup_cpu_s(device: str, direction: str, shape: Shape, huge_pages: bool, offset_bytes: int) -> float:
+def _startup_cpu_s(device: str, direction: str, shape: Shape, offset_bytes: int) -> float:
     """CPU that fio needs before and after the first request: what is left of a run of one request."""
     size = [f"--filename={device}", f"--offset={offset_bytes}", f"--size={shape.request_bytes}"]
-    return min(_fio(direction, shape, huge_pages, size)[1] for _ in range(2))
+    return min(_fio(direction, shape, size)[1] for _ in range(2))
 
 
-def _fio(
+class _NoHugePages(Exception):
+    """Somebody else took the pages, or shrank the pool, between our look and fio's."""
+
+
+def _fio(direction: str, shape: Shape, arguments: list[str]) -> tuple[dict[str, Any], float, bool]:
+    """Run fio: its report, user and system seconds of the process, and whether it had huge pages."""
+    with reserved_huge_pages(shape.request_bytes * shape.depth) as reserved:
+        for _ in range(POOL_ATTEMPTS if reserved else 0):
+            try:
+                return *_fio_once(direction, shape, True, arguments), True
+            except _NoHugePages:
+                _grow_pool(_huge_pages_wanted(shape.request_bytes * shape.depth))
+    return *_fio_once(direction, shape, False, arguments), False
+
+
+def _fio_once(
     direction: str, shape: Shape, huge_pages: bool, arguments: list[str]
 ) -> tuple[dict[str, Any], float]:
-    """Run fio; its report, and the user and system seconds of the process."""
     if shutil.which("fio") is None:
         raise BlockKVError("fio is not installed; run: apt-get install fio")
     with tempfile.TemporaryDirectory(prefix="blockkv-fio.") as directory:
@@ -187,6 +204,8 @@ def _fio(
         # wait4 rather than fio's own figure, which leaves out the kernel's io_uring workers of the process
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
+        if huge_pages and "no huge pages available" in messages:
+            raise _NoHugePages
         if process.returncode != 0:
             raise DeviceError(f"fio exited {process.returncode} on {' '.join(arguments)}: {messages}")
         report: dict[str, Any] = json.loads(output.read_text())
