@@ -57,7 +57,7 @@ class ByteLlama:
         )
         torch.manual_seed(WEIGHT_SEED)
         self._model: Any = LlamaForCausalLM(self._config)
-        self._model.eval()
+        self._model.train(False)
         # transformers 5.23 renamed the argument; the old name still works there but warns.
         parameters = inspect.signature(type(self._model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import signal
 import subprocess
 import sys
@@ -31,9 +33,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.requires_root
 @pytest.mark.requires_tool("fio")
-def test_demo_on_a_device(loop_device) -> None:
+def test_demo_on_a_device(loop_device, capsys: pytest.CaptureFixture[str]) -> None:
     device = loop_device(64 << 20, 4096)
-    huge_pages = Path("/proc/sys/vm/nr_hugepages").read_text()
     document = json_answer("demo", device, *SMALL)
     assert document["ok"] is True
 
@@ -60,26 +61,22 @@ def test_demo_on_a_device(loop_device) -> None:
         assert document["speed"][op]["gb_per_s"] > 0
         assert document["speed"][op]["fio_gb_per_s"] > 0
     assert document["store"]["removed"] is False
-    assert Path("/proc/sys/vm/nr_hugepages").read_text() == huge_pages
     assert json_answer("check", device, "--payload")["ok"] is True
+
+    from blockkv.cli.demo import _print
+
+    _print(document)
+    text = capsys.readouterr().out
+    for words in ("identical to the last bit", "everything held", "ratio", "hit rate", "every byte its own"):
+        assert words in text
 
     # Once more: now there is a store on the device, and it is not the demo's to overwrite.
     assert json_answer("demo", device, *SMALL, code=ExitCode.REFUSED)["error"]["type"] == "OccupiedError"
 
 
-def test_demo_on_a_file_of_its_own_that_evicts(cache: Path) -> None:
-    answer = answered("demo", "--size", "32MiB", "--skip-fio", *SMALL)
-    assert "identical to the last bit" in answer.out
-    assert "everything held" in answer.out
-    assert "left out: --skip-fio was given" in answer.out
-    assert "hit rate" in answer.out
-    assert list(cache.iterdir()) == []
-
-
-def test_demo_says_so_where_fio_is_missing_and_refuses_nonsense(cache: Path) -> None:
-    assert (
-        "longer" in answered("demo", "--kill-after", 4096, "--prompt-tokens", 4096, code=ExitCode.USAGE).err
-    )
+def test_demo_refuses_what_cannot_work(cache: Path) -> None:
+    answer = answered("demo", "--kill-after", 4096, "--prompt-tokens", 4096, code=ExitCode.USAGE)
+    assert "longer" in answer.err
     answered("demo", "--trace", cache / "missing", code=ExitCode.USAGE)
     document = json_answer("demo", "--size", "1MiB", "--skip-fio", code=ExitCode.DEVICE)
     assert document["error"]["type"] == "DeviceTooSmall"
@@ -138,10 +135,9 @@ def running(process_index: int) -> bool:
         return False
 
 
-def test_a_demo_whose_logits_differ_fails(
-    monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
-) -> None:
+def test_a_demo_on_a_file_whose_logits_differ_fails(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """The comparison can fail: a resumed run with one wrong bit in its logits is called different."""
+    from blockkv.cli.demo import _print
     from blockkv.demo import resume
 
     genuine = resume._run_to_end
@@ -156,7 +152,15 @@ def test_a_demo_whose_logits_differ_fails(
         return done
 
     monkeypatch.setattr(resume, "_run_to_end", one_wrong_bit)
-    document = json_answer("demo", "--size", "32MiB", "--skip-fio", *SMALL, code=ExitCode.NEGATIVE)
+    document = json_answer("demo", "--size", "16MiB", "--skip-fio", *SMALL, code=ExitCode.NEGATIVE)
     assert document["ok"] is False
     assert document["resume"]["identical"] is False
     assert document["resume"]["differing_steps"] == 1
+    assert document["resume"]["durable_chunks_lost"] == 0
+    assert document["speed"] == {"skipped": "--skip-fio was given"}
+    assert document["trace"]["chunks_evicted"] > 0, "the trace asks for more than 16 MiB"
+    assert list(cache.iterdir()) == []
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        _print(document)
+    assert "DIFFERENT in 1 of" in text.getvalue()
+    assert "SOMETHING DID NOT HOLD" in text.getvalue()

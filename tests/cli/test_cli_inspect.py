@@ -79,9 +79,8 @@ def test_checkpoint_and_journal_change_places_at_a_checkpoint(live_store) -> Non
 @pytest.mark.parametrize("closed", [False, True])
 def test_extents_are_those_the_store_reports(live_store, closed: bool) -> None:
     store, opened = live_store
-    expected = sorted(
-        (start, count) for key in list(opened.keys()) for start, count in opened.entry(key).extents
-    )
+    entries = map(opened.entry, opened.keys())
+    expected = sorted((start, count) for entry in entries for start, count in entry.extents)
     if closed:
         opened.close()
     document = json_answer("inspect", "extents", store, "--keys")
