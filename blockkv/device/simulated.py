@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import xxhash
 
 from blockkv.device.base import TRANSFER_FIELDS, UNIT_BYTES, Batch, Device, Direction, Limits, device_error
-from blockkv.errors import DeviceError, DeviceTooSmall, InvalidArgument
+from blockkv.errors import DeviceError, DeviceReadOnly, DeviceTooSmall, InvalidArgument
 
 __all__ = [
     "Crash",
@@ -416,6 +416,8 @@ class SimulatedDevice(Device):
             self._check_open()
             if batch.native is not None:
                 raise InvalidArgument(f"{self.path}: a batch can be submitted once")
+            if batch.direction == Direction.WRITE and self.limits.read_only:
+                raise DeviceReadOnly(f"{self.path} is read-only", errnos.EROFS)
             flight = _InFlight(batch, self._requests(batch), self.threads)
             batch.native = flight
             if self.strict:
@@ -434,8 +436,8 @@ class SimulatedDevice(Device):
 
     def wait(self, batch: Batch) -> None:
         flight = batch.native
-        if not isinstance(flight, _InFlight):
-            raise InvalidArgument(f"{self.path}: wait() for a batch that was never submitted")
+        if not isinstance(flight, _InFlight) or batch.on_done is not None:
+            raise InvalidArgument(f"{self.path}: wait() is for batches that were submitted without on_done")
         if flight.done is not None:
             flight.done.wait()
         else:
@@ -531,7 +533,7 @@ class SimulatedDevice(Device):
 
     def unregister(self, handle: int) -> None:
         with self._lock:
-            if self._registered.pop(handle, None) is None:
+            if handle != -1 and self._registered.pop(handle, None) is None:
                 raise InvalidArgument(f"{self.path}: unregister({handle}): not a registered range")
 
     def counters(self) -> dict[str, int]:
@@ -838,9 +840,6 @@ class SimulatedDevice(Device):
                     self._adrift.setdefault(unit, []).append((sequence, content))
             self._record(OperationKind.WRITE, offset_bytes, length_bytes, "ENODEV")
             return -errnos.ENODEV
-        if self.limits.read_only:
-            self._record(OperationKind.WRITE, offset_bytes, length_bytes, "EROFS")
-            return -errnos.EROFS
         if offset_bytes + length_bytes > self.limits.size_bytes:
             self._record(OperationKind.WRITE, offset_bytes, length_bytes, "ENOSPC")
             return -errnos.ENOSPC

@@ -21,7 +21,7 @@ from blockkv.device.simulated import (
     SimulatedDevice,
     mixtures,
 )
-from blockkv.errors import DeviceError, DeviceLost, DeviceTooSmall, InvalidArgument
+from blockkv.errors import DeviceError, DeviceLost, DeviceReadOnly, DeviceTooSmall, InvalidArgument
 
 MIB = 1 << 20
 
@@ -149,10 +149,12 @@ def test_a_failed_transfer_leaves_its_neighbours_alone() -> None:
 
 def test_read_only_device_refuses_writes() -> None:
     device = SimulatedDevice(MIB, read_only=True)
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(DeviceReadOnly):
         device.write(0, unit(1))
+    with pytest.raises(DeviceError) as caught:
+        device.discard(0, UNIT_BYTES)
     assert caught.value.errno == errno.EROFS
-    assert device.limits.read_only
+    assert device.read(0, UNIT_BYTES) == unit(0)
 
 
 def test_arguments_are_checked() -> None:
@@ -170,6 +172,7 @@ def test_registered_ranges_are_tracked() -> None:
     device = SimulatedDevice(MIB)
     handle = device.register(4096, 4096)
     device.unregister(handle)
+    device.unregister(-1)
     with pytest.raises(InvalidArgument):
         device.unregister(handle)
 
@@ -331,6 +334,11 @@ def test_a_batch_is_submitted_once() -> None:
         device.submit(batch)
     with pytest.raises(InvalidArgument):
         device.wait(Batch(Direction.READ, Priority.LOAD))
+    announced = write_batch(unit(1), [(0, UNIT_BYTES)])
+    announced.on_done = lambda _: None
+    device.submit(announced)
+    with pytest.raises(InvalidArgument):
+        device.wait(announced)
 
 
 def test_deferred_writes_are_not_covered_by_a_flush_before_their_completion() -> None:
