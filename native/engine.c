@@ -164,14 +164,13 @@ static int check_options(const struct bkv_options *options, struct bkv_failure *
     return 0;
 }
 
-/* The largest power of two that the device takes whole, also from memory of small pages that starts inside one. */
+/* A multiple of the unit, so that operations of a long run are cut alike. */
 static uint32_t operation_bytes(const struct bkv_options *options)
 {
-    uint32_t bytes = BKV_MAX_OPERATION_BYTES;
-    while (bytes > BKV_UNIT_BYTES
-           && (bytes > options->max_transfer_bytes || bytes / PAGE_BYTES + 1 > options->max_segments))
-        bytes /= 2;
-    return bytes;
+    uint32_t bytes = options->max_transfer_bytes;
+    if (bytes > BKV_MAX_OPERATION_BYTES)
+        bytes = BKV_MAX_OPERATION_BYTES;
+    return bytes - bytes % BKV_UNIT_BYTES;
 }
 
 static void destroy(struct bkv_engine *engine)

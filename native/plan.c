@@ -18,6 +18,8 @@ enum {
     PAGE_BYTES = 4096,
     /* Below a page, a copy costs less than a scatter-gather segment of the device. */
     DIRECT_MINIMUM_BYTES = 4096,
+    /* Where the pages run out, cut here rather than at an odd place: no flash unit is larger. */
+    CUT_BYTES = 65536,
 };
 
 struct vector {
@@ -211,8 +213,11 @@ static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t pa
             /* Memory for `pages` more pages, wherever in its first page it starts. */
             uint64_t pages = planner->options->max_segments - planner->pages;
             uint64_t reach = pages * PAGE_BYTES - (staged ? operation->staging_bytes : address) % PAGE_BYTES;
-            if (room > reach)
-                room = reach / lba * lba;
+            if (room > reach) {
+                room = reach - reach % lba;
+                if (room > CUT_BYTES)
+                    room -= room % CUT_BYTES;
+            }
             if (!room) {
                 close_operation(planner);
                 continue;

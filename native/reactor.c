@@ -27,7 +27,8 @@ struct bkv_reactor {
     int event_fd;
     bool event_armed;
     uint64_t event_value;
-    bool has_file, has_buffers, staging_registered;
+    bool has_file, has_buffers;
+    bool staging_tried, staging_registered;
 
     struct bkv_batch_list queue[BKV_PRIORITY_COUNT];
     struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
@@ -107,15 +108,15 @@ static void issue(struct bkv_reactor *reactor, struct bkv_operation *operation)
         bkv_count(&counts->coalesced_requests, 1);
 }
 
-/* Registering the staging ring makes it resident, so it waits for the first operation that needs it. */
+/* Registering the staging ring makes it resident, so it waits for the first operation that needs it. A refusal
+ * (the memlock limit) only makes its requests dearer. */
 static void register_staging(struct bkv_reactor *reactor)
 {
     struct bkv_engine *engine = reactor->engine;
+    reactor->staging_tried = true;
     reactor->staging_registered = reactor->has_buffers
                                   && !bkv_ring_set_buffer(&reactor->ring, BKV_STAGING_SLOT, engine->staging.base,
                                                           engine->options.staging_bytes);
-    if (!reactor->staging_registered)
-        reactor->has_buffers = false; /* the memlock limit: it will not get better */
 }
 
 /* Staging for an operation at the head of its queue. False: no room. */
@@ -124,7 +125,7 @@ static bool stage(struct bkv_reactor *reactor, struct bkv_operation *operation)
     uint8_t *slot = bkv_staging_take(&reactor->engine->staging, operation->staging_bytes);
     if (!slot)
         return false;
-    if (reactor->has_buffers && !reactor->staging_registered)
+    if (!reactor->staging_tried)
         register_staging(reactor);
     bkv_operation_attach_staging(operation, slot);
     if (reactor->staging_registered && operation->iov_count == 1)
@@ -374,7 +375,9 @@ static void loop(struct bkv_reactor *reactor)
                 enter(reactor);
                 reap(reactor);
             }
-        } while (reactor->in_flight || !ready_is_empty(reactor));
+            /* what waits for staging is woken when a worker gives some back */
+        } while (reactor->in_flight || !ready_is_empty(reactor)
+                 || (!reactor->staging_exhausted && !queues_are_empty(reactor)));
     } while (wait_for_work(reactor));
 }
 
