@@ -235,7 +235,11 @@ static void threads_agree_with_memory(int fd, uint32_t backend, uint32_t lba, ui
     struct caller callers[THREADS];
     for (int i = 0; i < THREADS; i++) {
         callers[i] = (struct caller){
-            .engine = engine, .random = seed + 977 * (uint64_t)(i + 1), .base = (uint64_t)i * PART_BYTES, .rounds = rounds};
+            .engine = engine,
+            .random = seed + 977 * (uint64_t)(i + 1),
+            .base = (uint64_t)i * PART_BYTES,
+            .rounds = rounds,
+        };
         CHECK(!pthread_create(&callers[i].thread, NULL, call, &callers[i]));
     }
     for (int i = 0; i < THREADS; i++)
