@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "--batch", "batch_bytes", type=Size(), default="64MiB", show_default=True, help="Payload of one call."
 )
 @click.option("--op", "ops", type=click.Choice(["get", "put"]), multiple=True, default=("get", "put"))
-@click.option("--no-verify", is_flag=True, help="Without checksums: what they cost.")
+@click.option("--no-verify", is_flag=True, help="Gets without checking: what it costs.")
 @click.option(
     "--memory",
     type=click.Choice(["huge", "ordinary"]),
@@ -62,7 +62,11 @@ def bench(
     from blockkv.bench.compare import Settings, compare, plan_cases
 
     settings = Settings(pairs=pairs, seconds=seconds)
-    cases = plan_cases(ops, chunk_sizes_bytes, batch_bytes, [not no_verify], [memory])
+    cases = [
+        case
+        for op in dict.fromkeys(ops)
+        for case in plan_cases([op], chunk_sizes_bytes, batch_bytes, [op == "put" or not no_verify], [memory])
+    ]
     done = 0
     with output.progress() as advance:
 

@@ -37,7 +37,12 @@ def test_bench_beside_fio(loop_device) -> None:
         for op in ("get", "put")
         for request_bytes, depth in ((128 << 10, 32), (512 << 10, 16), (1 << 20, 8))
     ]
-    text = answered("bench", device, *QUICK, "--op", "put", "--force", "--no-verify").out
+    document = json_answer("bench", device, *QUICK, "--force", "--no-verify", "--memory", "ordinary")
+    assert [(case["op"], case["verify"], case["memory"]) for case in document["cases"]] == [
+        *[("get", False, "ordinary")] * 2,
+        *[("put", True, "ordinary")] * 2,
+    ]
+    text = answered("bench", device, *QUICK, "--op", "put", "--force").out
     assert "128 KiB x 32" in text
     assert "512 KiB x 2" in text
 
@@ -51,4 +56,4 @@ def test_bench_refuses_what_format_refuses(store: Path, payload: Path) -> None:
 def test_bench_needs_room(image_dir: Path) -> None:
     path = image_dir / "small.img"
     path.write_bytes(bytes(16 << 20))
-    assert "16" in answered("bench", path, "--batch", "8MiB", code=ExitCode.USAGE).err
+    assert "data zone" in answered("bench", path, "--batch", "8MiB", code=ExitCode.USAGE).err

@@ -99,7 +99,7 @@ def test_demo_cleans_up_when_it_is_ended(cache: Path, number: signal.Signals) ->
     assert b"Traceback" not in err
     assert list(cache.iterdir()) == []
     assert [path for path in cache.parent.iterdir() if path != cache] == []
-    assert not any(Path("/proc", str(worker)).exists() for worker in workers)
+    wait_for_the_end_of(workers)
 
 
 def test_workers_of_a_killed_demo_end_and_the_next_one_removes_its_file(cache: Path) -> None:
@@ -111,10 +111,7 @@ def test_workers_of_a_killed_demo_end_and_the_next_one_removes_its_file(cache: P
     process.kill()
     process.wait()
     assert [path.name for path in cache.iterdir()] == [f"demo-{process.pid}.img"]
-    deadline = time.monotonic() + 60
-    while any(running(worker) for worker in workers):
-        assert time.monotonic() < deadline, "a worker outlived its parent"
-        time.sleep(0.05)
+    wait_for_the_end_of(workers)
     answered("demo", "--size", "1MiB", "--skip-fio", code=ExitCode.DEVICE)
     assert list(cache.iterdir()) == []
 
@@ -125,6 +122,14 @@ def workers_of(process_index: int) -> list[int]:
         return [int(word) for word in children.read_text().split()]
     except OSError:
         return []
+
+
+def wait_for_the_end_of(workers: list[int]) -> None:
+    """A worker that was being started when its parent ended is on its own, and notices at once."""
+    deadline = time.monotonic() + 60
+    while any(running(worker) for worker in workers):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.05)
 
 
 def running(process_index: int) -> bool:
