@@ -74,7 +74,7 @@ class DeviceTooSmall(DeviceError):
 
 
 class DeviceLost(DeviceError):
-    """The namespace disappeared while it was open. Close the store; nothing acknowledged as durable is lost."""
+    """The namespace disappeared while it was open. Close the store; no durable chunk is lost."""
 
 
 class DeviceReadOnly(DeviceError):

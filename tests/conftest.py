@@ -45,6 +45,25 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requires_tool(*names): needs these programs on PATH")
 
 
+def everything_is_required() -> bool:
+    return os.environ.get("CI") == "true" or os.environ.get("BLOCKKV_REQUIRE_ALL") == "1"
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.OK and everything_is_required() and skipped_tests(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if everything_is_required() and (reports := skipped_tests(terminalreporter.config)):
+        terminalreporter.write_line(f"{len(reports)} skipped, and in CI nothing may be", red=True)
+
+
+def skipped_tests(config: pytest.Config) -> list[object]:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return list(reporter.stats.get("skipped", [])) if reporter else []
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("requires_root"):
         need_root()
@@ -65,7 +84,7 @@ def need_tools(*names: str) -> None:
 
 def missing(what: str) -> None:
     """Skip the running test, or fail it where everything has to be there."""
-    if os.environ.get("CI") == "true" or os.environ.get("BLOCKKV_REQUIRE_ALL") == "1":
+    if everything_is_required():
         pytest.fail(f"needs {what}, and in CI nothing may be missing", pytrace=False)
     pytest.skip(f"needs {what}")
 

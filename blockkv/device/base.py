@@ -182,7 +182,8 @@ class Device(ABC):
     @abstractmethod
     def wait(self, batch: Batch) -> None:
         """Return when every transfer of `batch` is done. Releases the GIL; not interruptible, because
-        memory the device may still write to must not be given back."""
+        memory the device may still write to must not be given back.
+        """
 
     @abstractmethod
     def flush(self) -> None:
