@@ -13,11 +13,9 @@
 #include "ring.h"
 
 enum {
-    WAKE_TAG = 1, /* user_data of the eventfd's read; operations are aligned, so no address of one */
-    /* An enter costs a few microseconds and a wakeup more: it should bring about this many completions. */
-    COMPLETIONS_PER_ENTER = 16,
-    MINIMUM_WAIT_US = 50,
-    MAXIMUM_WAIT_US = 1000,
+    /* user_data of what is no operation; those are aligned, so neither is the address of one */
+    EVENT_TAG = 1,
+    ALARM_TAG = 2,
 };
 
 struct bkv_reactor {
@@ -27,6 +25,7 @@ struct bkv_reactor {
     int event_fd;
     bool event_armed;
     uint64_t event_value;
+    struct __kernel_timespec at_once; /* how long the alarm waits: not at all */
     bool has_file, has_buffers;
     bool staging_tried, staging_registered;
 
@@ -34,10 +33,7 @@ struct bkv_reactor {
     struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
     struct bkv_batch *active; /* batches with operations in the ring */
     uint32_t in_flight;
-    uint32_t filling;       /* operations whose staging a worker is filling */
     bool staging_exhausted; /* an operation at the head of a queue waits for staging */
-    uint64_t interval_ns;   /* smoothed time between two completions */
-    uint64_t last_reap_ns;
 
     /* start-up handshake */
     pthread_mutex_t start_mutex;
@@ -46,13 +42,6 @@ struct bkv_reactor {
     int start_code;
     const char *start_step;
 };
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static void activate(struct bkv_reactor *reactor, struct bkv_batch *batch)
 {
@@ -155,7 +144,6 @@ static void issue_all(struct bkv_reactor *reactor)
                 bkv_batch_list_pop(&reactor->queue[class]);
             if (operation->staging_bytes && batch->direction == BKV_WRITE) {
                 bkv_list_push(&fill[class], operation);
-                reactor->filling++;
             } else {
                 issue(reactor, operation);
             }
@@ -184,23 +172,15 @@ static void complete(struct bkv_reactor *reactor, struct bkv_operation *operatio
 static void reap(struct bkv_reactor *reactor)
 {
     struct bkv_operation_list heavy[BKV_PRIORITY_COUNT] = {0};
-    uint64_t user_data, completed = 0;
+    uint64_t user_data;
     int32_t result;
     while (bkv_ring_next(&reactor->ring, &user_data, &result)) {
-        if (user_data == WAKE_TAG) {
+        if (user_data == ALARM_TAG)
             reactor->event_armed = false;
-            continue;
-        }
-        complete(reactor, (struct bkv_operation *)(uintptr_t)user_data, result, heavy);
-        completed++;
+        else if (user_data != EVENT_TAG)
+            complete(reactor, (struct bkv_operation *)(uintptr_t)user_data, result, heavy);
     }
     bkv_workers_add(reactor->engine, heavy);
-    if (completed) {
-        uint64_t now = now_ns();
-        uint64_t interval = (now - reactor->last_reap_ns) / completed;
-        reactor->interval_ns = (7 * reactor->interval_ns + interval) / 8;
-        reactor->last_reap_ns = now;
-    }
 }
 
 static int control_register(struct bkv_reactor *reactor, const struct bkv_control *control)
@@ -252,7 +232,6 @@ static void take_inbox(struct bkv_reactor *reactor)
             to->last = from->last;
             *from = (struct bkv_batch_list){0};
         }
-        reactor->filling -= inbox->ready[class].count;
         bkv_list_append(&reactor->ready[class], &inbox->ready[class]);
     }
     inbox->staging_freed = false;
@@ -294,32 +273,40 @@ static bool queues_are_empty(const struct bkv_reactor *reactor)
 }
 
 /* How many completions are worth waking up for. Nobody is told anything before the last operation of a batch, so
- * most of the batch that is nearest to its end; few enough that the last ones are hashed while others still run. */
+ * most of the batch that is nearest to its end; the rest are left so that their leaves are hashed at the end, and the
+ * others' while the rest is in flight. */
 static uint32_t wait_count(const struct bkv_reactor *reactor)
 {
-    if (reactor->filling || reactor->staging_exhausted)
-        return 1;
     uint32_t nearest = reactor->in_flight;
     for (const struct bkv_batch *batch = reactor->active; batch && nearest > 1; batch = batch->active_next)
         if (batch->ring_count < nearest)
             nearest = batch->ring_count;
-    uint32_t count = nearest * 3 / 4;
+    uint32_t count = nearest - nearest / 8;
     uint32_t refill = reactor->engine->options.depth / 4;
     if (count > refill && !queues_are_empty(reactor))
         count = refill;
     return count ? count : 1;
 }
 
+/* Arms the wake-up: a read of the eventfd, and linked to it a timeout of no duration. The read alone would count
+ * as one completion of the many that the reactor waits for; a timeout sends it back to user space at once. */
 static void arm_event(struct bkv_reactor *reactor)
 {
     if (reactor->event_armed)
         return;
-    struct io_uring_sqe *sqe = bkv_ring_sqe(&reactor->ring);
-    sqe->opcode = IORING_OP_READ;
-    sqe->fd = reactor->event_fd;
-    sqe->addr = (uintptr_t)&reactor->event_value;
-    sqe->len = sizeof reactor->event_value;
-    sqe->user_data = WAKE_TAG;
+    struct io_uring_sqe *event = bkv_ring_sqe(&reactor->ring);
+    event->opcode = IORING_OP_READ;
+    event->flags = IOSQE_IO_LINK;
+    event->fd = reactor->event_fd;
+    event->addr = (uintptr_t)&reactor->event_value;
+    event->len = sizeof reactor->event_value;
+    event->user_data = EVENT_TAG;
+    struct io_uring_sqe *alarm = bkv_ring_sqe(&reactor->ring);
+    alarm->opcode = IORING_OP_TIMEOUT;
+    alarm->fd = -1;
+    alarm->addr = (uintptr_t)&reactor->at_once;
+    alarm->len = 1;
+    alarm->user_data = ALARM_TAG;
     reactor->event_armed = true;
 }
 
@@ -327,17 +314,12 @@ static void enter(struct bkv_reactor *reactor)
 {
     struct bkv_inbox *inbox = &reactor->engine->inbox;
     arm_event(reactor);
-    uint64_t minimum_us = reactor->interval_ns * COMPLETIONS_PER_ENTER / 1000;
-    if (minimum_us < MINIMUM_WAIT_US)
-        minimum_us = MINIMUM_WAIT_US;
-    if (minimum_us > MAXIMUM_WAIT_US)
-        minimum_us = MAXIMUM_WAIT_US;
     pthread_mutex_lock(&inbox->mutex);
     bool sleep = inbox_is_empty(inbox);
     inbox->in_ring = sleep;
     pthread_mutex_unlock(&inbox->mutex);
     bkv_count(&reactor->engine->counts.ring_enters, 1);
-    int code = bkv_ring_enter(&reactor->ring, sleep ? wait_count(reactor) : 0, (uint32_t)minimum_us);
+    int code = bkv_ring_enter(&reactor->ring, sleep ? wait_count(reactor) : 0);
     if (code) {
         /* The kernel is short of memory for requests, or the ring was taken from us (a late seccomp filter).
          * Requests in flight still own callers' memory, so there is nothing to do but to come back. */
@@ -357,7 +339,6 @@ static bool wait_for_work(struct bkv_reactor *reactor)
     /* `stopping` is set only after the last batch was done, so no worker holds an operation either */
     bool stop = inbox->stopping && inbox_is_empty(inbox);
     pthread_mutex_unlock(&inbox->mutex);
-    reactor->last_reap_ns = now_ns();
     return !stop;
 }
 
@@ -383,7 +364,7 @@ static void loop(struct bkv_reactor *reactor)
 
 static int open_ring(struct bkv_reactor *reactor)
 {
-    int code = bkv_ring_open(&reactor->ring, reactor->engine->options.depth + 1, &reactor->start_step);
+    int code = bkv_ring_open(&reactor->ring, reactor->engine->options.depth + 2, &reactor->start_step);
     if (code)
         return code;
     /* Both only make requests cheaper. */

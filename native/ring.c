@@ -2,8 +2,6 @@
 #include "ring.h"
 
 #include <errno.h>
-#include <linux/time_types.h>
-#include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -39,9 +37,9 @@ int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, const char **step)
         return ring->fd;
     ring->features = params.features;
     ring->setup_flags = params.flags;
-    /* EXT_ARG (5.11) is the youngest of what is needed here; NODROP and SINGLE_MMAP are older. */
-    if (!(params.features & IORING_FEAT_EXT_ARG)) {
-        *step = "io_uring of Linux before 5.11";
+    /* the youngest of what is needed here */
+    if (!(params.features & IORING_FEAT_FAST_POLL)) {
+        *step = "io_uring of Linux before 5.7";
         close(ring->fd);
         return -EOPNOTSUPP;
     }
@@ -105,23 +103,12 @@ struct io_uring_sqe *bkv_ring_sqe(struct bkv_ring *ring)
     return memset(sqe, 0, sizeof *sqe);
 }
 
-int bkv_ring_enter(struct bkv_ring *ring, uint32_t wait_count, uint32_t minimum_us)
+int bkv_ring_enter(struct bkv_ring *ring, uint32_t wait_count)
 {
     uint32_t submit = bkv_ring_unsubmitted(ring);
     __atomic_store_n(ring->sq_tail, ring->sq_local_tail, __ATOMIC_RELEASE);
-    struct __kernel_timespec timeout = {.tv_sec = 0, .tv_nsec = (long long)minimum_us * 1000};
-    struct io_uring_getevents_arg argument = {.sigmask_sz = _NSIG / 8};
-    if (wait_count > 1 && minimum_us) {
-        if (ring->features & IORING_FEAT_MIN_TIMEOUT)
-            argument.pad = minimum_us; /* named min_wait_usec since 6.12 */
-        else
-            argument.ts = (uintptr_t)&timeout;
-    }
-    long entered = syscall(SYS_io_uring_enter, ring->fd, submit, wait_count,
-                           IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &argument, sizeof argument);
-    if (entered >= 0 || errno == ETIME || errno == EINTR)
-        return 0;
-    return -errno;
+    long entered = syscall(SYS_io_uring_enter, ring->fd, submit, wait_count, IORING_ENTER_GETEVENTS, NULL, 0);
+    return entered >= 0 || errno == EINTR || errno == ETIME ? 0 : -errno;
 }
 
 bool bkv_ring_next(struct bkv_ring *ring, uint64_t *user_data, int32_t *result)

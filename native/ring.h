@@ -1,8 +1,7 @@
 /* The part of the io_uring interface the reactor uses, straight on the system calls.
  *
- * Not liburing: the reactor needs the minimum-wait argument (Linux 6.12), which the liburing of current
- * distributions does not pass, and counts its enters; what remains is too small to be worth a shared library on
- * every machine. Owned by one thread.
+ * Not liburing: what is needed is too small to be worth a shared library on every machine, and the reactor counts
+ * its own enters. Owned by one thread.
  */
 #ifndef BKV_RING_H
 #define BKV_RING_H
@@ -10,11 +9,6 @@
 #include <linux/io_uring.h>
 #include <stdbool.h>
 #include <stdint.h>
-
-/* Newer than the kernel headers of current distributions. */
-#ifndef IORING_FEAT_MIN_TIMEOUT
-#define IORING_FEAT_MIN_TIMEOUT (1U << 15)
-#endif
 
 struct bkv_ring {
     int fd;
@@ -38,10 +32,9 @@ void bkv_ring_close(struct bkv_ring *ring);
 struct io_uring_sqe *bkv_ring_sqe(struct bkv_ring *ring);
 uint32_t bkv_ring_unsubmitted(const struct bkv_ring *ring);
 
-/* Submits everything prepared and waits for `wait_count` completions; once `minimum_us` have passed, for one.
- * Where the kernel cannot do that it returns after `minimum_us` with whatever there is. 0 or a negative errno;
- * ETIME and EINTR are not errors. */
-int bkv_ring_enter(struct bkv_ring *ring, uint32_t wait_count, uint32_t minimum_us);
+/* Submits everything prepared and waits for `wait_count` completions, or until a timeout fires. 0 or a negative
+ * errno. */
+int bkv_ring_enter(struct bkv_ring *ring, uint32_t wait_count);
 
 bool bkv_ring_next(struct bkv_ring *ring, uint64_t *user_data, int32_t *result);
 
