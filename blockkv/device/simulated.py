@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import xxhash
 
 from blockkv.device.base import TRANSFER_FIELDS, UNIT_BYTES, Batch, Device, Direction, Limits, device_error
-from blockkv.errors import DeviceError, DeviceReadOnly, DeviceTooSmall, InvalidArgument
+from blockkv.errors import DeviceError, DeviceReadOnly, DeviceTooSmall, InvalidArgument, StoreClosed
 
 __all__ = [
     "Crash",
@@ -724,7 +724,7 @@ class SimulatedDevice(Device):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise DeviceError(f"{self.path}: used after close()", errnos.EBADF)
+            raise StoreClosed(f"{self.path} is closed")
 
     def _check_range(self, offset_bytes: int, length_bytes: int) -> None:
         if offset_bytes < 0 or offset_bytes + length_bytes > self.limits.size_bytes:
