@@ -284,6 +284,15 @@ uint64_t bkv_batch_hash(struct bkv_batch *batch, uint32_t t, uint64_t leaf)
     return length;
 }
 
+uint64_t bkv_batch_hash_all(struct bkv_batch *batch)
+{
+    uint64_t hashed_bytes = 0;
+    for (uint32_t t = 0; t < batch->transfer_count; t++)
+        for (uint32_t leaf = 0; leaf < batch->transfers[t].leaf_count; leaf++)
+            hashed_bytes += bkv_batch_hash(batch, t, leaf);
+    return hashed_bytes;
+}
+
 uint64_t bkv_batch_arrived(struct bkv_batch *batch, const struct bkv_part *part, uint64_t *hashed_bytes)
 {
     const struct bkv_transfer *transfer = &batch->transfers[part->transfer];

@@ -66,6 +66,9 @@ void bkv_batch_fail(struct bkv_batch *batch, uint32_t transfer, int32_t result);
 /* Computes one leaf into the caller's array; returns the bytes hashed. */
 uint64_t bkv_batch_hash(struct bkv_batch *batch, uint32_t transfer, uint64_t leaf);
 
+/* Computes every leaf; returns the bytes hashed. */
+uint64_t bkv_batch_hash_all(struct bkv_batch *batch);
+
 /* Accounts for one part that has arrived: hashes the leaves it completes. Returns how many leaves are settled,
  * and adds the bytes hashed. */
 uint64_t bkv_batch_arrived(struct bkv_batch *batch, const struct bkv_part *part, uint64_t *hashed_bytes);

@@ -52,11 +52,12 @@ int bkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), 
     return -code;
 }
 
-void bkv_inbox_wake(struct bkv_engine *engine)
+void bkv_inbox_wake(struct bkv_engine *engine, uint32_t operation_count)
 {
     struct bkv_inbox *inbox = &engine->inbox;
     if (!engine->reactor) {
-        pthread_cond_broadcast(&inbox->arrived);
+        for (uint32_t i = 0; i < operation_count && i < inbox->idle_count; i++)
+            pthread_cond_signal(&inbox->arrived);
     } else if (inbox->in_ring) {
         inbox->in_ring = false; /* one wake is enough */
         bkv_reactor_wake(engine->reactor);
@@ -93,12 +94,12 @@ bool bkv_engine_finish_is_heavy(const struct bkv_operation *operation)
     const struct bkv_batch *batch = operation->batch;
     if (batch->direction == BKV_WRITE)
         return false;
-    if (operation->staging)
-        return true;
-    for (uint32_t i = 0; i < operation->part_count; i++)
-        if (batch->transfers[operation->parts[i].transfer].leaf_bytes)
-            return true;
-    return false;
+    uint64_t bytes = operation->staging_bytes;
+    for (uint32_t i = 0; i < operation->part_count && bytes <= BKV_INLINE_BYTES; i++) {
+        const struct bkv_transfer *transfer = &batch->transfers[operation->parts[i].transfer];
+        bytes += transfer->leaf_bytes < transfer->payload_bytes ? transfer->leaf_bytes : transfer->payload_bytes;
+    }
+    return bytes > BKV_INLINE_BYTES;
 }
 
 void bkv_engine_finish(struct bkv_engine *engine, struct bkv_operation *operation)
@@ -110,7 +111,7 @@ void bkv_engine_finish(struct bkv_engine *engine, struct bkv_operation *operatio
         if (bkv_staging_give(&engine->staging, operation->staging, operation->staging_bytes) && engine->reactor) {
             pthread_mutex_lock(&engine->inbox.mutex);
             engine->inbox.staging_freed = true;
-            bkv_inbox_wake(engine);
+            bkv_inbox_wake(engine, 1);
             pthread_mutex_unlock(&engine->inbox.mutex);
         }
     }
@@ -283,12 +284,20 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     if (batch->operation_count) {
         pthread_mutex_lock(&engine->inbox.mutex);
         bkv_batch_list_push(&engine->inbox.batches[batch->priority], batch);
-        bkv_inbox_wake(engine);
+        bkv_inbox_wake(engine, batch->operation_count);
         pthread_mutex_unlock(&engine->inbox.mutex);
     }
-    if (batch->direction == BKV_WRITE && leaves)
-        bkv_workers_hash(engine, batch);
-    bkv_engine_release(engine, batch, 1);
+    uint64_t settled = 1;
+    if (batch->direction == BKV_WRITE && leaves) {
+        /* after the hand-over: the device is busy with it already */
+        if (totals.direct_bytes + totals.bounced_bytes <= BKV_INLINE_BYTES) {
+            bkv_count(&engine->counts.hashed_bytes, bkv_batch_hash_all(batch));
+            settled += leaves;
+        } else {
+            bkv_workers_hash(engine, batch);
+        }
+    }
+    bkv_engine_release(engine, batch, settled);
     return 0;
 }
 
@@ -362,7 +371,7 @@ static int control(struct bkv_engine *engine, struct bkv_control *control)
         pthread_mutex_lock(&inbox->mutex);
         control->next = inbox->controls;
         inbox->controls = control;
-        bkv_inbox_wake(engine);
+        bkv_inbox_wake(engine, 1);
         while (!control->done)
             pthread_cond_wait(&inbox->control_done, &inbox->mutex);
         result = control->result;

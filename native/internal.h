@@ -12,6 +12,11 @@
 #include "region.h"
 #include "staging.h"
 
+enum {
+    /* Copying or hashing this much takes about as long as waking a worker for it: a few microseconds. */
+    BKV_INLINE_BYTES = 32768,
+};
+
 struct bkv_counts {
     _Atomic uint64_t device_read_bytes, device_write_bytes, device_requests, ring_enters;
     _Atomic uint64_t bounced_bytes, bounced_transfers, direct_bytes;
@@ -41,6 +46,7 @@ struct bkv_inbox {
     struct bkv_batch_list batches[BKV_PRIORITY_COUNT];
     struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
     struct bkv_control *controls;
+    uint32_t idle_count;         /* pool threads that wait */
     bool staging_freed;
     bool stopping;
     bool in_ring;                /* the reactor sleeps in io_uring_enter: wake it through the eventfd */
@@ -92,14 +98,14 @@ struct bkv_batch *bkv_batch_list_pop(struct bkv_batch_list *list);
 /* A thread with every signal blocked: signals belong to the application's threads. */
 int bkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *argument);
 
-/* Call with the inbox mutex held, after putting something in. */
-void bkv_inbox_wake(struct bkv_engine *engine);
+/* Call with the inbox mutex held, after putting `operation_count` operations (or something else: 1) in. */
+void bkv_inbox_wake(struct bkv_engine *engine, uint32_t operation_count);
 
 /* Ends an operation: staging back, leaves of reads hashed, batch completed when it was the last. */
 void bkv_engine_finish(struct bkv_engine *engine, struct bkv_operation *operation);
 /* Gives back `amount` of what is pending in the batch. The batch may be gone afterwards. */
 void bkv_engine_release(struct bkv_engine *engine, struct bkv_batch *batch, uint64_t amount);
-/* Whether finishing needs a worker: a copy or checksums. */
+/* Whether finishing is worth a worker: a copy or checksums of some size. */
 bool bkv_engine_finish_is_heavy(const struct bkv_operation *operation);
 
 int bkv_reactor_start(struct bkv_engine *engine, struct bkv_failure *failure);

@@ -69,7 +69,9 @@ static void *run(void *argument)
             pthread_mutex_unlock(&inbox->mutex);
             return NULL;
         } else {
+            inbox->idle_count++;
             pthread_cond_wait(&inbox->arrived, &inbox->mutex);
+            inbox->idle_count--;
         }
     }
 }

@@ -142,9 +142,11 @@ static void issue_all(struct bkv_reactor *reactor)
             }
             if (++batch->next_operation == batch->operation_count)
                 bkv_batch_list_pop(&reactor->queue[class]);
-            if (operation->staging_bytes && batch->direction == BKV_WRITE) {
+            if (batch->direction == BKV_WRITE && operation->staging_bytes > BKV_INLINE_BYTES) {
                 bkv_list_push(&fill[class], operation);
             } else {
+                if (batch->direction == BKV_WRITE && operation->staging_bytes)
+                    bkv_operation_copy_in(operation);
                 issue(reactor, operation);
             }
         }
@@ -433,7 +435,7 @@ void bkv_reactor_stop(struct bkv_engine *engine)
     struct bkv_inbox *inbox = &engine->inbox;
     pthread_mutex_lock(&inbox->mutex);
     inbox->stopping = true;
-    bkv_inbox_wake(engine);
+    bkv_inbox_wake(engine, 1);
     pthread_mutex_unlock(&inbox->mutex);
     pthread_join(engine->reactor->thread, NULL);
     destroy(engine->reactor);

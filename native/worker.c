@@ -68,7 +68,7 @@ static void handle(struct bkv_engine *engine, struct bkv_operation *operation)
     struct bkv_inbox *inbox = &engine->inbox;
     pthread_mutex_lock(&inbox->mutex);
     bkv_list_push(&inbox->ready[operation->batch->priority], operation);
-    bkv_inbox_wake(engine);
+    bkv_inbox_wake(engine, 1);
     pthread_mutex_unlock(&inbox->mutex);
 }
 
