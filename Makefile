@@ -15,7 +15,7 @@ demo: setup  ## a store, a model's KV cache, a restart: see it work
 test:  ## lint, types, layers and every test, as CI runs them
 	@tools/setup --test
 	@$(MAKE) --no-print-directory check
-	@$(PYTHON_VENV) -m pytest --quiet
+	@$(PYTHON_VENV) -m pytest
 
 check: setup  ## lint, types, layers only
 	@$(PYTHON_VENV) -m ruff check .
