@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class PutRun(WaveRun[_Put]):
         self.last_group = 0
         """The newest commit group that any of the keys, written or found, needs to be durable."""
         self._own: set[bytes] = set()
-        self._postponed: list[tuple[threading.Event, int, Key, Tensors]] = []
+        self._postponed: list[tuple[bytes, int, Key, Tensors]] = []
 
     def run(self, items: Iterable[tuple[Key, Tensors]]) -> None:
         """Carry out all items. Only what is no single key's fault is raised (StoreReadOnly)."""
@@ -58,8 +57,10 @@ class PutRun(WaveRun[_Put]):
             self._drain()
         while self._postponed:
             # Another thread was writing these keys. We hold nothing ourselves now, so waiting is safe.
-            event, position, key, value = self._postponed.pop()
-            event.wait()
+            digest, position, key, value = self._postponed.pop()
+            with self._state.lock:
+                while digest in self._state.claims:
+                    self._state.changed.wait()
             try:
                 self._add(position, key, value)
             finally:
@@ -80,13 +81,11 @@ class PutRun(WaveRun[_Put]):
                 state.index.touch(digest)
                 self.last_group = max(self.last_group, entry.group)
                 return
-            claim = state.claims.get(digest)
-            if claim is None:
-                state.claims[digest] = threading.Event()
-        if claim is not None:
-            if digest not in self._own:
-                self._postponed.append((claim, position, key, value))
-            return
+            if digest in state.claims:
+                if digest not in self._own:
+                    self._postponed.append((digest, position, key, value))
+                return
+            state.claims.add(digest)
         self._own.add(digest)
         try:
             described = describe(value)
@@ -95,7 +94,8 @@ class PutRun(WaveRun[_Put]):
         except BaseException as error:
             self._own.discard(digest)
             with state.lock:
-                state.claims.pop(digest).set()
+                state.claims.remove(digest)
+                state.changed.notify_all()
             if not isinstance(error, BlockKVError):
                 raise
             self.errors[position] = error
@@ -130,9 +130,10 @@ class PutRun(WaveRun[_Put]):
                 continue
             with state.lock:
                 patience_s = deadline - time.monotonic()
-                if patience_s <= 0 or not (state.claims or state.any_leased()):
+                others_write = len(state.claims) > len(self._own)
+                if patience_s <= 0 or not (others_write or state.any_leased()):
                     raise self._full(units, record_bytes)
-                state.space_returned.wait(min(patience_s, 0.1))
+                state.changed.wait(min(patience_s, 0.1))
 
     def _full(self, units: int, record_bytes: int) -> StoreFull:
         state = self._state
@@ -172,9 +173,9 @@ class PutRun(WaveRun[_Put]):
                     )
                 else:
                     self._publish(put, batch.leaves(number), roots[number])
-                state.claims.pop(put.digest).set()
+                state.claims.remove(put.digest)
                 self._own.discard(put.digest)
-            state.space_returned.notify_all()
+            state.changed.notify_all()
 
     def _publish(self, put: _Put, leaves: bytes, root: bytes) -> None:
         state, described = self._state, put.described

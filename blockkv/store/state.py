@@ -48,10 +48,11 @@ class State:
         self.allocator: Allocator = recovered.allocator
         self.read_only_reason = recovered.read_only_reason
         self.lock = threading.RLock()
-        self.space_returned = threading.Condition(self.lock)
+        self.changed = threading.Condition(self.lock)
+        """Notified when writes of a wave are over and when a chunk is no longer read."""
         self.counters: Counter[str] = Counter()
-        self.claims: dict[bytes, threading.Event] = {}
-        """Keys being written, each with the event that tells others waiting for it."""
+        self.claims: set[bytes] = set()
+        """Digests of keys being written."""
         self.reserved_record_bytes = 0
         """Record bytes of chunks being written: they will need room in the next checkpoint too."""
         self._deleted: dict[int, int] = {}
@@ -129,7 +130,7 @@ class State:
             group = self._deleted.pop(id(entry), 0)
             if group:
                 self._defer(entry.extents, group)
-            self.space_returned.notify_all()
+            self.changed.notify_all()
 
     def evict(self, units: int) -> int:
         """Delete least recently used chunks that hold at least `units` together, or what there is.
