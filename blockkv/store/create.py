@@ -1,7 +1,8 @@
 """Making a store: the only code that may write to a device that holds something else.
 
 Order: refuse what is occupied (by path, and again on the exclusively opened descriptor) -> zero all eight
-superblock slots, the newest last, each flushed -> discard the data zone -> first superblock. Cut short
+superblock slots, the newest last, each flushed -> zero the rest of both ends -> discard the data zone ->
+first superblock. Cut short
 anywhere, the device holds the old store whole or reads as not formatted; never half of either store.
 """
 
@@ -21,7 +22,7 @@ from blockkv.device.base import Device
 from blockkv.device.engine import NativeDevice
 from blockkv.errors import DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
 from blockkv.format import geometry, superblock
-from blockkv.format.geometry import PAGE_BYTES
+from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY
 from blockkv.format.superblock import Superblock
 from blockkv.store.log import write_superblock
 
@@ -155,6 +156,11 @@ def _write_store(
     for offset in _newest_last(device, shape.slot_offsets):
         device.write(offset, bytes(PAGE_BYTES))
         device.flush()
+    # The rest of both ends too: partition tables and file systems keep spare copies of what they are there,
+    # and their tools would restore them over ours.
+    tail_offset = shape.slot_offsets[SLOTS_PER_COPY]
+    device.write(0, bytes(MEBIBYTE))
+    device.write(tail_offset, bytes((limits.size_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES))
     device.discard(shape.data.offset_bytes, shape.data.size_bytes)
     write_superblock(device, first)
     return {"path": device.path, **superblock_facts(first)}

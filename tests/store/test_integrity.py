@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,21 @@ def test_too_small(image_dir: Path) -> None:
     with pytest.raises(blockkv.NotFormatted):
         blockkv.open(target)
     assert target.read_bytes() == bytes(1 << 20)
+
+
+@pytest.mark.requires_root
+@pytest.mark.requires_tool("sfdisk", "mkfs.ext4")
+def test_forced_format_leaves_no_trace_of_what_was_there(loop_device: Any) -> None:
+    device = loop_device(SIZE_BYTES + 512 * 3, 512)
+    for command, text in (
+        (["sfdisk", "-q", device], "label: gpt\n,,L\n"),
+        (["mkfs.ext4", "-qF", device], ""),
+    ):
+        subprocess.run(command, input=text, text=True, check=True, capture_output=True)
+        with pytest.raises(blockkv.OccupiedError):
+            blockkv.format(device)
+        blockkv.format(device, force=True)
+        left = subprocess.run(["wipefs", "--no-act", device], capture_output=True, text=True, check=True)
+        assert left.stdout == ""
+        with blockkv.open(device) as store:
+            assert store.put("k", b"v", durable=True)
