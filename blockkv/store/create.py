@@ -2,8 +2,8 @@
 
 Order: refuse what is occupied (by path, and again on the exclusively opened descriptor) -> zero all eight
 superblock slots, the newest last, each flushed -> zero the rest of both ends -> discard the data zone ->
-first superblock. Cut short
-anywhere, the device holds the old store whole or reads as not formatted; never half of either store.
+first superblock. Cut short anywhere, the device holds the old store whole or reads as not formatted; never
+half of either store.
 """
 
 from __future__ import annotations
