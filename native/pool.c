@@ -42,7 +42,7 @@ static void carry_out(struct bkv_engine *engine, struct bkv_operation *operation
 /* Call with the inbox mutex held. */
 static struct bkv_operation *take(struct bkv_inbox *inbox)
 {
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++) {
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
         struct bkv_batch *batch = inbox->batches[class].first;
         if (!batch)
             continue;

@@ -129,7 +129,7 @@ static void issue_all(struct bkv_reactor *reactor)
     struct bkv_operation_list fill[BKV_PRIORITY_COUNT] = {0};
     uint32_t depth = reactor->engine->options.depth;
     reactor->staging_exhausted = false;
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++) {
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
         struct bkv_operation *operation;
         while (reactor->in_flight < depth && (operation = bkv_list_pop(&reactor->ready[class])))
             issue(reactor, operation);
@@ -224,7 +224,7 @@ static int control_unregister(struct bkv_reactor *reactor, const struct bkv_cont
 static void take_inbox(struct bkv_reactor *reactor)
 {
     struct bkv_inbox *inbox = &reactor->engine->inbox;
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++) {
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
         struct bkv_batch_list *from = &inbox->batches[class], *to = &reactor->queue[class];
         if (from->first) {
             if (to->last)
@@ -252,7 +252,7 @@ static void take_inbox(struct bkv_reactor *reactor)
 
 static bool inbox_is_empty(const struct bkv_inbox *inbox)
 {
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++)
         if (inbox->batches[class].first || inbox->ready[class].first)
             return false;
     return !inbox->controls && !inbox->staging_freed;
@@ -260,7 +260,7 @@ static bool inbox_is_empty(const struct bkv_inbox *inbox)
 
 static bool ready_is_empty(const struct bkv_reactor *reactor)
 {
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++)
         if (reactor->ready[class].first)
             return false;
     return true;
@@ -268,7 +268,7 @@ static bool ready_is_empty(const struct bkv_reactor *reactor)
 
 static bool queues_are_empty(const struct bkv_reactor *reactor)
 {
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++)
         if (reactor->queue[class].first)
             return false;
     return ready_is_empty(reactor);

@@ -81,15 +81,6 @@ int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, const char **step)
     return 0;
 }
 
-void bkv_ring_close(struct bkv_ring *ring)
-{
-    /* The kernel tears a ring down later, in a worker; until then it would keep the device open and claimed. */
-    syscall(__NR_io_uring_register, ring->fd, IORING_UNREGISTER_FILES, NULL, 0);
-    munmap(ring->sqes, ring->sqes_bytes);
-    munmap(ring->queues, ring->queues_bytes);
-    close(ring->fd);
-}
-
 uint32_t bkv_ring_unsubmitted(const struct bkv_ring *ring)
 {
     return ring->sq_local_tail - __atomic_load_n(ring->sq_head, __ATOMIC_ACQUIRE);
@@ -126,6 +117,16 @@ bool bkv_ring_next(struct bkv_ring *ring, uint64_t *user_data, int32_t *result)
 static int register_resource(struct bkv_ring *ring, uint32_t opcode, const void *argument, uint32_t count)
 {
     return syscall(SYS_io_uring_register, ring->fd, opcode, argument, count) < 0 ? -errno : 0;
+}
+
+void bkv_ring_close(struct bkv_ring *ring)
+{
+    /* Closing tears the ring down in the background; the device must not stay open, nor memory pinned, until then. */
+    (void)register_resource(ring, IORING_UNREGISTER_FILES, NULL, 0);
+    (void)register_resource(ring, IORING_UNREGISTER_BUFFERS, NULL, 0);
+    munmap(ring->sqes, ring->sqes_bytes);
+    munmap(ring->queues, ring->queues_bytes);
+    close(ring->fd);
 }
 
 int bkv_ring_register_file(struct bkv_ring *ring, int fd)

@@ -26,7 +26,7 @@ static bool seek_leaf(struct bkv_batch *batch)
  * the batch, so it stays until they are released; a batch with none left must leave the queue at once. */
 static struct bkv_batch *take_leaves(struct bkv_work *work, struct hash_item items[HASH_ITEMS], uint32_t *count)
 {
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++) {
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
         struct bkv_batch *batch = work->hashes[class].first;
         if (!batch)
             continue;
@@ -50,7 +50,7 @@ static struct bkv_batch *take_leaves(struct bkv_work *work, struct hash_item ite
 
 static struct bkv_operation *take_operation(struct bkv_work *work)
 {
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++) {
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
         struct bkv_operation *operation = bkv_list_pop(&work->operations[class]);
         if (operation)
             return operation;
@@ -116,12 +116,12 @@ void bkv_workers_add(struct bkv_engine *engine, struct bkv_operation_list operat
 {
     struct bkv_work *work = &engine->work;
     uint64_t count = 0;
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++)
         count += operations[class].count;
     if (!count)
         return;
     pthread_mutex_lock(&work->mutex);
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class ++)
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++)
         bkv_list_append(&work->operations[class], &operations[class]);
     wake(work, count);
     pthread_mutex_unlock(&work->mutex);

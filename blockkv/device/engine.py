@@ -119,32 +119,36 @@ class NativeDevice(Device):
             raise InvalidArgument("this batch was submitted before; build a new one")
         if batch.direction and self.limits.read_only:
             raise DeviceReadOnly(f"{self.path} is read-only", errno.EROFS)
+        announced = batch.on_done is not None
         flight = _Flight(batch)
         with self._lock:
             self._last_token += 1
             flight.token = self._last_token
-            self._in_flight[flight.token] = batch
-            if batch.on_done is not None and self._completion_thread is None and not self._closed:
+            if announced and self._completion_thread is None and not self._closed:
                 self._completion_thread = _start_completion_thread(self.path, self._engine, self._in_flight)
-        batch.native = flight
+        # named, so that the arrays stay locked until C has copied them
+        extents = ffi.from_buffer("struct bkv_extent[]", batch.extents)
+        segments = ffi.from_buffer("struct bkv_segment[]", batch.segments)
         request = ffi.new(
             "struct bkv_request *",
             {
                 "transfers": flight.transfers,
-                "extents": ffi.from_buffer("struct bkv_extent[]", batch.extents),
-                "segments": ffi.from_buffer("struct bkv_segment[]", batch.segments),
+                "extents": extents,
+                "segments": segments,
                 "leaf_values": flight.leaf_values,
                 "transfer_count": len(batch),
                 "extent_count": len(batch.extents) // 2,
                 "segment_count": len(batch.segments) // 2,
                 "leaf_count": len(batch.leaf_values),
-                "token": flight.token if batch.on_done is not None else 0,
+                "token": flight.token if announced else 0,
                 "direction": batch.direction,
                 "priority": batch.priority,
             },
         )
         failure = ffi.new("struct bkv_failure *")
         handle = ffi.new("struct bkv_batch **")
+        batch.native = flight
+        self._in_flight[flight.token] = batch
         code = lib.bkv_engine_submit(self._engine.pointer, request, handle, failure)
         if code:
             self._in_flight.pop(flight.token, None)
@@ -154,7 +158,7 @@ class NativeDevice(Device):
             if code == -errno.EINVAL:
                 raise InvalidArgument(f"{self.path}: {_text(failure.message)}")
             raise device_error(self.path, _text(failure.message), code)
-        if batch.on_done is None:
+        if not announced:
             flight.handle = handle[0]
 
     def wait(self, batch: Batch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import logging
 import os
@@ -609,6 +610,23 @@ def test_close_waits_for_what_is_in_flight(loop_device, engine: str) -> None:
         assert device.counters()["device_write_bytes"] == 64 * MIB
     with engine_on(path, engine) as device:
         assert set(device.read(60 * MIB, MIB)) == {0x5A}
+
+
+@engines
+def test_nothing_holds_the_device_after_close(loop_device, engine: str) -> None:
+    """A ring is torn down in the background: what it had registered must be let go of before that."""
+    path = loop_device(MIB, 4096)
+    memory = Memory(MIB)
+    for _ in range(10):
+        with engine_on(path, engine) as device:
+            fcntl.flock(device._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            device.register(memory.at(0), MIB)
+            device.write(0, bytes(MIB))
+        descriptor = os.open(path, os.O_RDWR | os.O_EXCL)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
 
 
 @engines
