@@ -90,8 +90,6 @@ def _loop_device(size_bytes: int, sector_bytes: int) -> Iterator[Path]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with path.open("rb") as second:  # from the only opener it would detach at once
             fcntl.ioctl(second, LOOP_CLR_FD)
-        # a discard would give the image's memory back, and the next write would have to ask for it again
-        Path("/sys/block", path.name, "queue/discard_max_bytes").write_text("0")
     try:
         yield path
     finally:
