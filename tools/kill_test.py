@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch  # noqa: F401 - in the parent: or every child spends its short life importing it for its first put
 from rich.console import Console
 from rich.progress import Progress
 
