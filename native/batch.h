@@ -41,6 +41,7 @@ struct bkv_batch {
     struct bkv_copy *copies;
     struct bkv_range *ranges;
     uint32_t operation_count;
+    uint64_t operations_bytes; /* of all operations together */
 
     uint32_t next_operation; /* of the class queue's owner */
     uint32_t ring_count;     /* of the reactor */

@@ -1,7 +1,7 @@
 """Builds `blockkv._native`, the C core, as a cffi API-mode extension.
 
 The declarations come from the C headers themselves, so that Python and C cannot disagree about a struct.
-Needs a C11 compiler, the kernel's headers and `xxhash.h` (0.8 or later; header only, nothing is linked).
+Needs a C11 compiler, liburing (2.3 or later) and `xxhash.h` (0.8 or later; header only, nothing is linked).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ffibuilder.set_source(
     sources=[relative(NATIVE / name) for name in SOURCES],
     depends=[relative(path) for path in sorted(NATIVE.glob("*.h"))],
     include_dirs=[relative(NATIVE)],
+    libraries=["uring"],
     extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-pthread"],
     extra_link_args=["-pthread"],
 )

@@ -303,6 +303,7 @@ static void adopt(struct planner *planner)
     struct bkv_range *range = batch->ranges = planner->ranges.items;
     for (uint32_t i = 0; i < batch->operation_count; i++) {
         struct bkv_operation *operation = &batch->operations[i];
+        batch->operations_bytes += operation->length_bytes;
         operation->iovs = iov;
         operation->parts = part;
         operation->copies = copy;

@@ -18,6 +18,8 @@ enum {
     ALARM_TAG = 2,
 };
 
+enum { WAKE_BYTES = 1 << 20 };
+
 struct bkv_reactor {
     struct bkv_engine *engine;
     struct bkv_ring ring;
@@ -274,20 +276,23 @@ static bool queues_are_empty(const struct bkv_reactor *reactor)
     return ready_is_empty(reactor);
 }
 
-/* How many completions are worth waking up for. Nobody is told anything before the last operation of a batch, so
- * most of the batch that is nearest to its end; the rest are left so that their leaves are hashed at the end, and the
- * others' while the rest is in flight. */
+/* How many completions to sleep for. Leaves of reads are hashed as their operations arrive: soon, while the data are
+ * still in a cache, and with little left to do after the last one. So about WAKE_BYTES at a time, and towards the end
+ * of a batch all but the last few operations. Writes were hashed while they were submitted; and nobody is told
+ * anything before the last operation of a batch. */
 static uint32_t wait_count(const struct bkv_reactor *reactor)
 {
-    uint32_t nearest = reactor->in_flight;
-    for (const struct bkv_batch *batch = reactor->active; batch && nearest > 1; batch = batch->active_next)
-        if (batch->ring_count < nearest)
-            nearest = batch->ring_count;
-    uint32_t count = nearest - nearest / 8;
-    uint32_t refill = reactor->engine->options.depth / 4;
-    if (count > refill && !queues_are_empty(reactor))
-        count = refill;
-    return count ? count : 1;
+    const struct bkv_batch *nearest = reactor->active;
+    if (!nearest)
+        return 1;
+    for (const struct bkv_batch *batch = nearest->active_next; batch; batch = batch->active_next)
+        if (batch->ring_count < nearest->ring_count)
+            nearest = batch;
+    uint32_t count = nearest->ring_count > 2 ? nearest->ring_count - 2 : 1;
+    uint64_t enough = nearest->direction == BKV_WRITE || !nearest->transfers->leaf_bytes
+                          ? reactor->engine->options.depth / 4
+                          : WAKE_BYTES * (uint64_t)nearest->operation_count / nearest->operations_bytes;
+    return count < enough ? count : enough ? (uint32_t)enough : 1;
 }
 
 /* Arms the wake-up: a read of the eventfd, and linked to it a timeout of no duration. The read alone would count
@@ -451,6 +456,6 @@ void bkv_reactor_wake(struct bkv_reactor *reactor)
 
 void bkv_reactor_abandon(struct bkv_reactor *reactor)
 {
-    close(reactor->ring.fd);
+    close(reactor->ring.uring.ring_fd);
     close(reactor->event_fd);
 }

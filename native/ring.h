@@ -1,26 +1,13 @@
-/* The part of the io_uring interface the reactor uses, straight on the system calls.
- *
- * Not liburing: what is needed is too small to be worth a shared library on every machine, and the reactor counts
- * its own enters. Owned by one thread.
- */
+/* The io_uring of the reactor: liburing, and which of its features are asked for. Owned by one thread. */
 #ifndef BKV_RING_H
 #define BKV_RING_H
 
-#include <linux/io_uring.h>
+#include <liburing.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 struct bkv_ring {
-    int fd;
-    uint32_t features;
-    uint32_t setup_flags;
-    void *queues;
-    uint64_t queues_bytes;
-    struct io_uring_sqe *sqes;
-    uint64_t sqes_bytes;
-    uint32_t *sq_head, *sq_tail, sq_mask, sq_entries, sq_local_tail;
-    uint32_t *cq_head, *cq_tail, cq_mask;
-    struct io_uring_cqe *cqes;
+    struct io_uring uring;
 };
 
 /* 0, or a negative errno with `step` naming the call that was refused. The calling thread becomes the only one
@@ -31,7 +18,6 @@ void bkv_ring_close(struct bkv_ring *ring);
 
 /* A zeroed entry, or NULL when the queue is full. */
 struct io_uring_sqe *bkv_ring_sqe(struct bkv_ring *ring);
-uint32_t bkv_ring_unsubmitted(const struct bkv_ring *ring);
 
 /* Submits everything prepared and waits for `wait_count` completions, or until a timeout fires. 0 or a negative
  * errno. */

@@ -43,6 +43,7 @@ from blockkv.errors import (
     BatchError,
     BlockKVError,
     DeviceBusy,
+    DeviceError,
     DeviceReadOnly,
     InvalidArgument,
     StoreClosed,
@@ -554,9 +555,11 @@ class Store:
             raise StoreReadOnly(f"{self._state.device.path}: {self._state.read_only_reason}")
         self._state.log.check_writable()
 
-    def _abandon(self) -> None:
-        """In a forked child: the parent goes on with the device, we must not."""
-        self._closed = "the store belongs to the parent process; open it there or after closing it there"
+    def _abandon(self, reason: str) -> None:
+        """Refuse every further use, without touching the device."""
+        self._closed = reason
+        self._state.log.stop()
+        _open_stores.discard(self)
 
 
 COUNTERS = (
@@ -640,7 +643,13 @@ def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool
     report = recovered.report
     if not store.read_only and (report.checkpoint_pages_damaged or report.journal_damaged):
         # A page that cannot be read today may be readable tomorrow, with records of chunks long gone.
-        store.checkpoint()
+        try:
+            store.checkpoint()
+        except StoreReadOnly as error:
+            store._abandon(str(error))
+            raise DeviceError(
+                f"{device.path}: its metadata is damaged and cannot be rewritten: {error}"
+            ) from error
     return store
 
 
@@ -671,7 +680,7 @@ def _close_all() -> None:
 
 def _abandon_all() -> None:
     for store in list(_open_stores):
-        store._abandon()
+        store._closed = "the store belongs to the parent process; open it there or after closing it there"
 
 
 os.register_at_fork(after_in_child=_abandon_all)

@@ -1,6 +1,6 @@
 """Batches in waves: how one call with any number of chunks keeps the device busy within bounds.
 
-A wave is one batch for the device. Two are in flight in a long call, so the device never waits for the
+A wave is one batch for the device. A few are in flight in a long call, so the device never waits for the
 Python between them, and memory in flight stays bounded. Whatever is raised meanwhile, a wave that was
 started is waited for before its memory or its extents are let go.
 """
@@ -20,9 +20,9 @@ from blockkv.store.state import State
 from blockkv.store.verify import device_extents
 from blockkv.tensors import Described
 
-WAVE_BYTES = 64 << 20
+WAVE_BYTES = 32 << 20
 """Payload of one batch: large enough to hide the turn-around, small enough to bound memory in flight."""
-WAVES_IN_FLIGHT = 2
+WAVES_IN_FLIGHT = 4
 
 Item = TypeVar("Item")
 

@@ -17,7 +17,18 @@ COMPILER = os.environ.get("CC", "cc")
 
 
 def build(target: Path, *flags: str) -> Path:
-    command = [COMPILER, *WARNINGS, *flags, "-g", "-pthread", f"-I{NATIVE}", "-o", str(target), *SOURCES]
+    command = [
+        COMPILER,
+        *WARNINGS,
+        *flags,
+        "-g",
+        "-pthread",
+        f"-I{NATIVE}",
+        "-o",
+        str(target),
+        *SOURCES,
+        "-luring",
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return target
 
