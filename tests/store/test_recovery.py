@@ -274,3 +274,25 @@ def test_blank_and_foreign_devices(open_on: Any) -> None:
         blockkv.open(tiny)
     with pytest.raises(blockkv.DeviceTooSmall):
         blockkv.format(tiny)
+
+
+def test_damage_that_cannot_be_rewritten_stops_the_open(device: SimulatedDevice, open_on: Any) -> None:
+    with open_on(device) as store:
+        fill(store, 5)
+        zone = store._state.geometry.checkpoints[1]
+    image = device.clone()
+    image.flip_bit(zone.offset_bytes + 200, 1)
+    attempt = image.clone()
+    opened = open_on(attempt)
+    operation_count = attempt.operation_count
+    opened.close()
+    messages = []
+    for number in range(operation_count):
+        try:
+            opened = blockkv.open(image.clone(FaultPlan.fail(number)), commit_interval_ms=None)
+        except blockkv.DeviceError as error:
+            messages.append(str(error))
+        else:
+            opened.close()
+    assert any("cannot be rewritten" in message for message in messages)
+    assert open_on(image.clone()).check(payload=True).ok
