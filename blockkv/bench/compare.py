@@ -41,9 +41,13 @@ FILL_SHARE = 0.85
 """How much of the data zone a put run may fill: allocation on a nearly full store is another subject."""
 GET_SHARE = 0.5
 """How much of the data zone is filled for gets to read from."""
-MIN_CALLS = 8
+MIN_CALLS = 12
 """The data zone must hold this many batches."""
 STAMP_BYTES = 8
+WARM_UP_S = 0.3
+WARM_UP_CALLS = 5
+"""The warm-up ends after either: a throttled device lets a burst through after a pause, and the first call
+starts threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,37 +306,49 @@ def _check_gets(
 def _measure_gets(
     store: blockkv.Store, case: Case, batches: list[list[str]], outs: list[torch.Tensor], seconds: float
 ) -> _Sample:
-    store.get_many(batches[-1], outs)
-    moved_bytes = 0
-    with _Clock() as clock:
-        for keys in itertools.cycle(batches):
-            if not all(store.get_many(keys, outs)):
-                raise BlockKVError(f"a chunk that was put is missing: {case}")
-            moved_bytes += case.chunk_bytes * case.chunks_per_call
-            if clock.elapsed_s() >= seconds:
-                break
-    return clock.sample(moved_bytes)
+    def get_batch(keys: list[str]) -> None:
+        if not all(store.get_many(keys, outs)):
+            raise BlockKVError(f"a chunk that was put is missing: {case}")
+
+    return _measure(case, get_batch, itertools.cycle(batches), seconds)
 
 
 def _measure_puts(
     store: blockkv.Store, case: Case, chunks: list[torch.Tensor], data_bytes: int, seconds: float
 ) -> _Sample:
-    call_bytes = case.chunk_bytes * case.chunks_per_call
-    calls_at_most = int(data_bytes * FILL_SHARE) // call_bytes - 1
-    batches = _batch_keys(case.chunks_per_call)
-    keys = next(batches)
-    store.put_many(zip(keys, chunks, strict=True))
-    moved_bytes = 0
-    with _Clock() as clock:
-        for keys in itertools.islice(batches, calls_at_most):
-            if not all(store.put_many(zip(keys, chunks, strict=True))):
-                raise BlockKVError(f"a new key was there already: {case}")
-            moved_bytes += call_bytes
-            if clock.elapsed_s() >= seconds:
-                break
-    for key, chunk in zip(keys, chunks, strict=True):
+    last: list[str] = []
+
+    def put_batch(keys: list[str]) -> None:
+        nonlocal last
+        last = keys
+        if not all(store.put_many(zip(keys, chunks, strict=True))):
+            raise BlockKVError(f"a new key was there already: {case}")
+
+    calls_at_most = int(data_bytes * FILL_SHARE) // (case.chunk_bytes * case.chunks_per_call)
+    batches = itertools.islice(_batch_keys(case.chunks_per_call), calls_at_most)
+    sample = _measure(case, put_batch, batches, seconds)
+    for key, chunk in zip(last, chunks, strict=True):
         if not torch.equal(chunk, store.get(key)):
             raise BlockKVError(f"chunk {key!r} read back is not what was put: {case}")
+    return sample
+
+
+def _measure(
+    case: Case, move: Callable[[list[str]], None], batches: Iterator[list[str]], seconds: float
+) -> _Sample:
+    """Move batch after batch for `seconds`, or until there are no more, after a warm-up."""
+    with _Clock() as clock:
+        for keys in itertools.islice(batches, WARM_UP_CALLS):
+            move(keys)
+            if clock.elapsed_s() >= WARM_UP_S:
+                break
+    moved_bytes = 0
+    with _Clock() as clock:
+        for keys in batches:
+            move(keys)
+            moved_bytes += case.chunk_bytes * case.chunks_per_call
+            if clock.elapsed_s() >= seconds:
+                break
     return clock.sample(moved_bytes)
 
 

@@ -14,10 +14,11 @@ Not here: I/O, the free map, when a removed entry's extents may be reused (`bloc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from blockkv.format import record
 from blockkv.format.geometry import unit_count
+from blockkv.format.record import summary_of
 from blockkv.space.allocator import Extent
 
 
@@ -42,7 +43,7 @@ class Entry:
     def __init__(self, digest: bytes, log_sequence: int, raw: bytes, tail: bytes = b"") -> None:
         self.digest = digest
         self.log_sequence = log_sequence
-        self.layout_id, self.payload_bytes = record.summary_of(raw)
+        self.layout_id, self.payload_bytes = summary_of(raw)
         self.raw = raw
         self.tail = tail
         """The encoded KEY_TAIL record, where the key did not fit into the PUT record."""
@@ -94,12 +95,12 @@ class Entry:
 
 
 class Index:
-    """Chunks by digest, least recently used first."""
+    """Chunks by digest, least recently used first: `entries` in that order, to begin with."""
 
-    def __init__(self) -> None:
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self.record_bytes = 0
-        self.payload_bytes = 0
+    def __init__(self, entries: Mapping[bytes, Entry] | None = None) -> None:
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict(entries or {})
+        self.record_bytes = sum(entry.record_bytes for entry in self)
+        self.payload_bytes = sum(entry.payload_bytes for entry in self)
 
     def __len__(self) -> int:
         return len(self._entries)

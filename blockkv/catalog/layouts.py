@@ -150,9 +150,9 @@ class Layouts:
         self._ids[layout.body] = layout_id
         self._references.setdefault(layout_id, 0)
 
-    def refer(self, layout_id: int) -> None:
-        """One more chunk read from the device uses `layout_id`."""
-        self._references[layout_id] += 1
+    def refer(self, layout_id: int, count: int = 1) -> None:
+        """`count` more chunks read from the device use `layout_id`."""
+        self._references[layout_id] += count
 
     def release(self, layout_id: int) -> None:
         """One chunk fewer uses `layout_id`; an unused layout is forgotten."""

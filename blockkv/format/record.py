@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -156,7 +156,8 @@ _unpack_put = PUT_RECORD.struct.unpack_from
 _unpack_delete = DELETE_RECORD.struct.unpack_from
 _unpack_layout = LAYOUT_RECORD.struct.unpack_from
 _unpack_tail = KEY_TAIL_RECORD.struct.unpack_from
-_unpack_summary = struct.Struct("<4xI40xQ").unpack_from  # layout_id at 4, payload_bytes at 48
+summary_of: Callable[[bytes], tuple[int, int]] = struct.Struct("<4xI40xQ").unpack_from
+"""(layout id, payload bytes) of an accepted PUT record, without decoding the rest of it: bytes 4 and 48."""
 _unpack_word = struct.Struct("<Q").unpack_from
 _ZEROS = tuple(bytes(length) for length in range(8))
 _START_MASK = MAX_DATA_UNITS - 1
@@ -445,12 +446,6 @@ def extents_of(raw: bytes) -> tuple[tuple[int, int], ...]:
         (word,) = _unpack_word(raw, _PUT_BYTES)
         return ((word & _START_MASK, word >> 40),)
     return tuple(_extents(raw, 0, raw[3]))
-
-
-def summary_of(raw: bytes) -> tuple[int, int]:
-    """(layout id, payload bytes) of an accepted PUT record, without decoding the rest of it."""
-    layout_id, payload_bytes = _unpack_summary(raw)
-    return layout_id, payload_bytes
 
 
 def root_of(raw: bytes) -> bytes:

@@ -18,6 +18,7 @@ import gc
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,11 +121,10 @@ def recover(device: Device, found: Superblock, *, verify_unsealed: bool = True) 
             logger.warning("%s: %s", device.path, error)
             dropped = _resolve_overlaps(entries, dropped, report)
             allocator = _allocator_beside(entries, dropped, found)
-        index = Index()
-        for entry in entries.values():
-            layouts.refer(entry.layout_id)
-            index.insert(entry)
+        for layout_id, count in Counter(entry.layout_id for entry in entries.values()).items():
+            layouts.refer(layout_id, count)
         layouts.forget_unused()
+        index = Index(entries)
     tail = Tail(end.next_sequence, end.predecessor, end.sealed_sequence, last_log_sequence + 1)
     _tell(device, report)
     return Recovered(
@@ -169,7 +169,10 @@ def _load_checkpoint(
     )
     reader = CheckpointReader(pieces, found)
     for view in reader:
-        _apply(view, entries, layouts)
+        if view[0] == Operation.PUT:
+            entries[view[2]] = Entry(view[2], view[1], view[3])
+        else:
+            _apply(view, entries, layouts)
     report.checkpoint_pages_damaged = reader.damaged_pages
     report.checkpoint_records_lost = reader.lost_records
     return entries, layouts
@@ -234,12 +237,8 @@ def _drop_without_layout(
         # A dtype that this torch does not know yet or any more says nothing against the chunk.
         with contextlib.suppress(InvalidArgument):
             sizes[layout_id] = layout.payload_bytes
-    lost = [
-        entry
-        for entry in entries.values()
-        if sizes.get(entry.layout_id, -1) != entry.payload_bytes
-        and (entry.layout_id in sizes or entry.layout_id not in layouts)
-    ]
+    suspects = [entry for entry in entries.values() if sizes.get(entry.layout_id) != entry.payload_bytes]
+    lost = [entry for entry in suspects if entry.layout_id in sizes or entry.layout_id not in layouts]
     for entry in lost:
         del entries[entry.digest]
     report.chunks_dropped_no_layout = len(lost)
