@@ -75,7 +75,7 @@ def test_what_is_read_is_compared_with_what_was_put(image: Path, spoil: str) -> 
 
 def test_a_device_too_small_for_a_case_is_refused_with_the_numbers(image: Path) -> None:
     cases = plan_cases(chunk_sizes_bytes=[8 << 20], batch_bytes=64 << 20)
-    with pytest.raises(InvalidArgument, match=rf"data zone has \d+ bytes, these cases need {512 << 20}"):
+    with pytest.raises(InvalidArgument, match=rf"data zone has \d+ bytes, these cases need {768 << 20}"):
         compare(image, cases, QUICK, force=True)
 
 
