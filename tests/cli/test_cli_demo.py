@@ -86,13 +86,7 @@ def test_demo_refuses_what_cannot_work(cache: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_demo_cleans_up_when_it_is_ended(cache: Path, number: signal.Signals) -> None:
     words = ["demo", "--size", "32MiB", "--skip-fio", *map(str, SMALL)]
-    process = subprocess.Popen(
-        [*MAIN, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # Whoever runs the tests in the background of a shell passes on an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    process = subprocess.Popen([*MAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not (workers := workers_of(process.pid)):
         assert process.poll() is None
