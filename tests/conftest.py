@@ -42,7 +42,7 @@ class Targets(Protocol):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell that runs the tests in its background hands on an ignored SIGINT, to the programs under test too.
+    # A shell that runs the tests in its background hands on an ignored SIGINT, to what is under test too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "requires_root: needs root (loop devices, mounts, cgroups)")
     config.addinivalue_line("markers", "requires_tool(*names): needs these programs on PATH")
