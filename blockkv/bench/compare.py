@@ -45,9 +45,9 @@ MIN_CALLS = 12
 """The data zone must hold this many batches."""
 STAMP_BYTES = 8
 WARM_UP_S = 0.3
-WARM_UP_CALLS = 5
-"""The warm-up ends after either: a throttled device lets a burst through after a pause, and the first call
-starts threads."""
+"""A throttled device first lets through what it saved up during a pause; a drive fills its cache."""
+WARM_UP_SHARE = 0.25
+"""The warm-up of a put run also ends when it has filled this much of what the run may fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,8 @@ def _measure_gets(
         if not all(store.get_many(keys, outs)):
             raise BlockKVError(f"a chunk that was put is missing: {case}")
 
-    return _measure(case, get_batch, itertools.cycle(batches), seconds)
+    endless = itertools.cycle(batches)
+    return _measure(case, get_batch, endless, endless, seconds)
 
 
 def _measure_puts(
@@ -326,7 +327,8 @@ def _measure_puts(
 
     calls_at_most = int(data_bytes * FILL_SHARE) // (case.chunk_bytes * case.chunks_per_call)
     batches = itertools.islice(_batch_keys(case.chunks_per_call), calls_at_most)
-    sample = _measure(case, put_batch, batches, seconds)
+    warm_up = itertools.islice(batches, int(calls_at_most * WARM_UP_SHARE))
+    sample = _measure(case, put_batch, warm_up, batches, seconds)
     for key, chunk in zip(last, chunks, strict=True):
         if not torch.equal(chunk, store.get(key)):
             raise BlockKVError(f"chunk {key!r} read back is not what was put: {case}")
@@ -334,11 +336,15 @@ def _measure_puts(
 
 
 def _measure(
-    case: Case, move: Callable[[list[str]], None], batches: Iterator[list[str]], seconds: float
+    case: Case,
+    move: Callable[[list[str]], None],
+    warm_up: Iterator[list[str]],
+    batches: Iterator[list[str]],
+    seconds: float,
 ) -> _Sample:
-    """Move batch after batch for `seconds`, or until there are no more, after a warm-up."""
+    """Move batch after batch, after a warm-up, for `seconds` or until there are no more."""
     with _Clock() as clock:
-        for keys in itertools.islice(batches, WARM_UP_CALLS):
+        for keys in warm_up:
             move(keys)
             if clock.elapsed_s() >= WARM_UP_S:
                 break

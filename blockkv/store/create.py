@@ -33,8 +33,8 @@ def parse_size(size: int | str, what: str = "size") -> int:
     """Bytes from a number or a text such as "4KiB", "64M" (binary too), "1.5GiB". Raises InvalidArgument."""
     if isinstance(size, int):
         return size
-    match = _SIZE.fullmatch(size)
-    if not match:
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if not match or len(match[1]) > 18:
         raise InvalidArgument(
             f'{what} {size!r} is not a number of bytes; write for example 4096, "64KiB" or "1GiB"'
         )
@@ -81,10 +81,10 @@ def format_device(
         descriptor, canonical, limits = namespace.open_namespace(path)
         try:
             occupied(descriptor=descriptor)
-            device = NativeDevice(descriptor, canonical, limits)
         except BaseException:
             os.close(descriptor)
             raise
+        device = NativeDevice(descriptor, canonical, limits)
         with contextlib.closing(device):
             return _write_store(device, average_chunk_bytes, journal_bytes, label)
     except BaseException:

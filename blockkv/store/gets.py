@@ -16,16 +16,17 @@ from blockkv.catalog.index import Entry
 from blockkv.device.base import Direction, Priority, device_error
 from blockkv.errors import BlockKVError, DeviceLost
 from blockkv.format.record import key_digest
+from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
 from blockkv.store.verify import root_checksum
 from blockkv.store.waves import Wave, WaveRun
 from blockkv.tensors import Described, allocate, describe_output
 
-TRANSIENT = frozenset(
-    -code for code in (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ECANCELED, errno.ETIMEDOUT)
-)
-"""Failures that say nothing about the medium: a miss this time, the chunk stays."""
+_MEDIUM = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EREMOTEIO)
+MEDIUM_ERRORS = frozenset(-code for code in _MEDIUM)
+"""What the kernel answers for a sector that cannot be read (`blk_errors` in block/blk-core.c). Anything else,
+from no memory to a bad address of the caller, says nothing about the medium: a miss, and the chunk stays."""
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class GetRun(WaveRun[_Get]):
         """Carry out all gets; one key's fault never stops its neighbours."""
         try:
             for position, key in enumerate(keys):
+                interrupts.deliver()
                 self._add(position, key, outputs[position] if outputs is not None else None)
         finally:
             self._drain()
@@ -121,7 +123,7 @@ class GetRun(WaveRun[_Get]):
                     self.errors[get.position] = error
                     get.failure = "get_device_lost"
                 else:
-                    get.failure = "get_transient_error" if code in TRANSIENT else "get_device_error"
+                    get.failure = "get_device_error" if code in MEDIUM_ERRORS else "get_transient_error"
             elif state.options.verify and not self._verifies(get, wave.batch.leaves(number)):
                 get.failure = "get_checksum_mismatch"
             else:
@@ -131,7 +133,7 @@ class GetRun(WaveRun[_Get]):
             if get.failure:
                 for address, size_bytes in get.described.segments:
                     ctypes.memset(address, 0, size_bytes)
-        with state.lock:
+        with state.changing:
             for get in wave.items:
                 if get.failure in ("get_checksum_mismatch", "get_device_error"):
                     state.drop_damaged(get.entry)

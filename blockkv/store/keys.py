@@ -11,7 +11,12 @@ Key = str | bytes
 def encode_key(key: Key) -> bytes:
     """The key's bytes (UTF-8 for str). Raises InvalidArgument unless they are 1 to 4096."""
     if isinstance(key, str):
-        encoded = key.encode()
+        try:
+            encoded = key.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(
+                f"the key {key!r} is no valid text ({error.reason}); give it as bytes"
+            ) from None
     elif isinstance(key, bytes):
         encoded = key
     else:

@@ -89,7 +89,7 @@ class Log:
     ) -> None:
         self.superblock = superblock
         self.geometry: Geometry = superblock.geometry
-        self.failure: BlockKVError | None = None
+        self.failure: BaseException | None = None
         self.durable_number = 0
         """Every group up to this one is on media."""
         self.groups_committed = 0
@@ -153,10 +153,13 @@ class Log:
                 self._pending = Group(group.number + 1)
             try:
                 self._write_pages(group)
+                self._settle(group)
             except DeviceError as error:
-                self._fail(error)
+                self.fail(error)
                 raise self._refusal() from error
-            self._settle(group)
+            except BaseException as error:
+                self.fail(error)  # how far it came is unknown; its sequence may be on the device already
+                raise
         return True
 
     def _fits(self, group: Group) -> bool:
@@ -247,7 +250,7 @@ class Log:
                     superblock = self._write_checkpoint(records, log_sequence, next_layout_id, anchor, clean)
                     write_superblock(self._device, superblock)
                 except DeviceError as error:
-                    self._fail(error)
+                    self.fail(error)
                     raise self._refusal() from error
                 except StoreFull:
                     if covered is not None:
@@ -256,6 +259,9 @@ class Log:
                             covered.record_bytes += self._pending.record_bytes
                             covered.number = self._pending.number
                             self._pending = covered
+                    raise
+                except BaseException as error:
+                    self.fail(error)
                     raise
                 self.superblock = superblock
                 self.checkpoints_written += 1
@@ -323,15 +329,14 @@ class Log:
 
     def _refusal(self) -> StoreReadOnly:
         return StoreReadOnly(
-            f"{self._device.path}: no more writes since a metadata write failed: {self.failure}"
+            f"{self._device.path}: no more writes since a metadata write failed: {self.failure!r}"
         )
 
-    def _fail(self, error: BlockKVError) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End all writing because of `error`."""
         if self.failure is None:
             self.failure = error
-            logger.error(
-                "%s: metadata write failed, the store is read-only now: %s", self._device.path, error
-            )
+            logger.error("%s: the store is read-only now: %r", self._device.path, error)
 
     # -- background ------------------------------------------------------------------------------------
 

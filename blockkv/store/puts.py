@@ -10,6 +10,7 @@ from blockkv.device.base import UNIT_BYTES, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, StoreFull
 from blockkv.format.record import key_digest, put_bytes_at_most
 from blockkv.space.allocator import Extent
+from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
 from blockkv.store.verify import root_checksum
@@ -52,6 +53,7 @@ class PutRun(WaveRun[_Put]):
         """Carry out all items. Only what is no single key's fault is raised (StoreReadOnly)."""
         try:
             for position, (key, value) in enumerate(items):
+                interrupts.deliver()
                 self._add(position, key, value)
         finally:
             self._drain()
@@ -114,7 +116,7 @@ class PutRun(WaveRun[_Put]):
             )
         deadline = time.monotonic() + SPACE_WAIT_S
         while True:
-            with state.lock:
+            with state.changing:
                 extents = state.allocator.allocate(units) if state.record_room(record_bytes) else None
                 if extents is not None:
                     state.reserved_record_bytes += record_bytes
@@ -158,7 +160,7 @@ class PutRun(WaveRun[_Put]):
             root_checksum(put.digest, put.described.payload_bytes, put.described.layout, batch.leaves(number))
             for number, put in enumerate(wave.items)
         ]
-        with state.lock:
+        with state.changing:
             for number, put in enumerate(wave.items):
                 state.reserved_record_bytes -= put.record_bytes
                 code = batch.result(number)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from types import TracebackType
 
 from blockkv.catalog.index import Entry, Index
 from blockkv.catalog.layouts import Layout, Layouts
 from blockkv.device.base import UNIT_BYTES, Device
+from blockkv.errors import BlockKVError
 from blockkv.format import record
 from blockkv.format.geometry import Geometry
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
@@ -36,6 +38,26 @@ class Options:
     commit_interval_ms: float | None = 10.0
 
 
+class _Changing:
+    """The state's lock, and the rule that a change which did not finish ends all writing.
+
+    Nothing can tell how far it came: what is on the device is right, what is in memory may not be.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, BlockKVError):
+            self._state.log.fail(error)
+        self._state.lock.release()
+
+
 class State:
     """Index, free map, layouts, log and counters of one open store, under one lock."""
 
@@ -48,6 +70,8 @@ class State:
         self.allocator: Allocator = recovered.allocator
         self.read_only_reason = recovered.read_only_reason
         self.lock = threading.RLock()
+        self.changing = _Changing(self)
+        """`with state.changing:` round every change of more than one of these structures."""
         self.changed = threading.Condition(self.lock)
         """Notified when writes of a wave are over and when a chunk is no longer read."""
         self.counters: Counter[str] = Counter()

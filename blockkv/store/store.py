@@ -55,6 +55,7 @@ from blockkv.format.superblock import Superblock
 from blockkv.space.allocator import Extent
 from blockkv.store.create import superblock_facts
 from blockkv.store.gets import GetRun
+from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.log import write_superblock
 from blockkv.store.puts import PutRun
@@ -69,6 +70,8 @@ logger = logging.getLogger("blockkv")
 
 STORE_THREADS = 8
 """Puts that the futures keep going at once. A put may have to wait for space or for a flush."""
+
+LONGEST_INTERVAL_MS = 3_600_000
 
 T = TypeVar("T")
 
@@ -163,6 +166,8 @@ class Store:
         after its neighbours were carried out, when some failed.
         """
         pairs = list(items.items() if isinstance(items, Mapping) else items)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
         results, errors = self._put(pairs, durable)
         if errors:
             raise BatchError(results, errors)
@@ -195,7 +200,7 @@ class Store:
         digest = key_digest(encode_key(key))
         state = self._state
         with self._operation(writing=True):
-            with state.lock:
+            with state.changing:
                 entry = state.index.get(digest)
                 if entry is None:
                     return False
@@ -238,7 +243,7 @@ class Store:
 
         Raises BatchError, after its neighbours were read, when some failed; a miss is not a failure.
         """
-        wanted = list(keys)
+        wanted = _several(keys)
         outputs = None if outs is None else list(outs)
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
@@ -264,13 +269,14 @@ class Store:
             else:
                 future.set_result(run.results[0])
 
-        self._enter()
-        run = GetRun(self._state, 1, out is not None, finish)
-        try:
-            run.submit(key, out)
-        except BaseException:
-            self._leave()
-            raise
+        with interrupts:
+            self._enter()
+            run = GetRun(self._state, 1, out is not None, finish)
+            try:
+                run.submit(key, out)
+            except BaseException:
+                self._leave()
+                raise
         return future
 
     # -- the catalog -----------------------------------------------------------------------------------
@@ -285,7 +291,7 @@ class Store:
         self._check_open()
         index = self._state.index
         length = 0
-        for key in keys:
+        for key in _several(keys):
             if key_digest(encode_key(key)) not in index:
                 break
             length += 1
@@ -466,6 +472,10 @@ class Store:
 
         Idempotent. Raises StoreReadOnly when the last writes failed; the device is let go all the same.
         """
+        with interrupts:
+            self._close()
+
+    def _close(self) -> None:
         state = self._state
         if self._executor is not None:
             self._executor.shutdown()  # puts that were submitted are carried out
@@ -519,12 +529,13 @@ class Store:
 
     @contextlib.contextmanager
     def _operation(self, writing: bool = False) -> Iterator[None]:
-        """Hold `close` back while the operation lasts. Raises StoreClosed or StoreReadOnly."""
-        self._enter(writing)
-        try:
-            yield
-        finally:
-            self._leave()
+        """Hold `close` and signal handlers back while it lasts. Raises StoreClosed or StoreReadOnly."""
+        with interrupts:
+            self._enter(writing)
+            try:
+                yield
+            finally:
+                self._leave()
 
     def _enter(self, writing: bool = False) -> None:
         with self._state.lock:
@@ -543,7 +554,7 @@ class Store:
     def _found(self, key: Key) -> Iterator[Entry | None]:
         digest = key_digest(encode_key(key))
         self._check_open()
-        with self._state.lock:
+        with interrupts, self._state.lock:
             yield self._state.index.get(digest)
 
     def _check_open(self) -> None:
@@ -586,6 +597,12 @@ COUNTERS = (
 """Counters of `Store.stats`, named after the place where something was found."""
 
 
+def _several(keys: Iterable[Key]) -> list[Key]:
+    if isinstance(keys, (str, bytes)):
+        raise InvalidArgument("one key was given where several are expected; put it into a list")
+    return list(keys)
+
+
 def open_store(
     path: str | os.PathLike[str] | Device,
     *,
@@ -610,20 +627,21 @@ def open_store(
     Raises DeviceBusy (open elsewhere), DeviceReadOnly, DeviceError, NotFormatted, VersionTooNew,
     DeviceTooSmall (the device shrank), WrongStore (the same store is open through another device).
     """
+    if commit_interval_ms is not None and not 0 < commit_interval_ms <= LONGEST_INTERVAL_MS:
+        raise InvalidArgument(
+            f"commit_interval_ms is {commit_interval_ms}; use None, or a number up to {LONGEST_INTERVAL_MS}"
+        )
     options = Options(evict=evict, verify=verify, discard=discard, commit_interval_ms=commit_interval_ms)
-    if isinstance(path, Device):
-        return _open_on(path, read_only, options, by_path=False)
-    descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
-    try:
+    with interrupts:
+        if isinstance(path, Device):
+            return _open_on(path, read_only, options, by_path=False)
+        descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
         device = NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    try:
-        return _open_on(device, read_only, options, by_path=True)
-    except BaseException:
-        device.close()
-        raise
+        try:
+            return _open_on(device, read_only, options, by_path=True)
+        except BaseException:
+            device.close()
+            raise
 
 
 def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool) -> Store:
