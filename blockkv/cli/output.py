@@ -49,12 +49,14 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Advance]:
-        """A progress bar on stderr, drawn from PROGRESS_AFTER_S on and gone at the end; nothing off a tty."""
+        """A progress bar on stderr, drawn from PROGRESS_AFTER_S on and gone at the end; off a tty a line for
+        each new stage.
+        """
+        begin = time.monotonic()
         if not sys.stderr.isatty():
-            yield lambda label, done, total: None
+            yield _lines(begin)
             return
         with contextlib.ExitStack() as stack:
-            begin = time.monotonic()
             bar: Any = None
             task: Any = None
 
@@ -79,6 +81,19 @@ class Output:
 
         with Console(stderr=True).status(label):
             yield
+
+
+def _lines(begin: float) -> Advance:
+    told = ""
+
+    def advance(label: str, done: int, total: int) -> None:
+        nonlocal told
+        elapsed_s = time.monotonic() - begin
+        if label != told and elapsed_s >= PROGRESS_AFTER_S:
+            told = label
+            click.echo(f"{elapsed_s:6.1f} s  {label}", err=True)
+
+    return advance
 
 
 def _bar() -> Any:
