@@ -113,12 +113,15 @@ def reserved_huge_pages(buffer_bytes: int) -> Iterator[bool]:
     if free >= wanted or not NR_HUGEPAGES.exists():
         yield free >= wanted
         return
-    before = NR_HUGEPAGES.read_text()
+    before = _pool_pages()
+    enough = _grow_pool(wanted)
+    added = _pool_pages() - before
     try:
-        yield _grow_pool(wanted)
+        yield enough
     finally:
+        # what we added and not what was there before: others may have grown or shrunk the pool since
         with contextlib.suppress(OSError):
-            NR_HUGEPAGES.write_text(before)
+            NR_HUGEPAGES.write_text(str(max(0, _pool_pages() - added)))
 
 
 def _huge_pages_wanted(buffer_bytes: int) -> int:
@@ -132,10 +135,14 @@ def _grow_pool(wanted_free: int) -> bool:
         if free >= wanted_free:
             return True
         try:
-            NR_HUGEPAGES.write_text(str(int(NR_HUGEPAGES.read_text()) + wanted_free - free))
+            NR_HUGEPAGES.write_text(str(_pool_pages() + wanted_free - free))
         except OSError:  # not root, or a read-only /proc/sys
             return False
     return _free_huge_pages() >= wanted_free
+
+
+def _pool_pages() -> int:
+    return int(NR_HUGEPAGES.read_text())
 
 
 def _free_huge_pages() -> int:
@@ -158,12 +165,12 @@ class _NoHugePages(Exception):
 
 def _fio(direction: str, shape: Shape, arguments: list[str]) -> tuple[dict[str, Any], float, bool]:
     """Run fio: its report, user and system seconds of the process, and whether it had huge pages."""
-    with reserved_huge_pages(shape.request_bytes * shape.depth) as reserved:
-        for _ in range(POOL_ATTEMPTS if reserved else 0):
-            try:
+    for _ in range(POOL_ATTEMPTS):
+        with reserved_huge_pages(shape.request_bytes * shape.depth) as reserved:
+            if not reserved:
+                break
+            with contextlib.suppress(_NoHugePages):
                 return *_fio_once(direction, shape, True, arguments), True
-            except _NoHugePages:
-                _grow_pool(_huge_pages_wanted(shape.request_bytes * shape.depth))
     return *_fio_once(direction, shape, False, arguments), False
 
 
