@@ -57,7 +57,7 @@ class Described:
 
 @lru_cache(maxsize=4096)
 def _single_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
-    return Layout("tensor", (TensorSpec("", str(dtype).removeprefix("torch."), shape),))
+    return Layout("tensor", (TensorSpec("", str(dtype).removeprefix("torch."), tuple(shape)),))
 
 
 @lru_cache(maxsize=4096)
@@ -71,6 +71,11 @@ def describe(value: Tensors) -> Described:
 
     Raises InvalidArgument for anything that is not a dense CPU tensor with at least one element.
     """
+    import torch
+
+    if type(value) is torch.Tensor and _is_plain(value):
+        layout = _single_layout(value.dtype, value.shape)
+        return Described(layout, [(value.data_ptr(), value.nbytes)], value.nbytes, [value])
     form, named = _named_tensors(value)
     layout = _layout_of(form, named)
     if len(layout.body) > LAYOUT_BODY_MAX:
@@ -97,6 +102,14 @@ def describe_output(value: Any, layout: Layout) -> Described:
     Raises LayoutMismatch with both layouts, before anything was written. A writable bytes-like object of
     the payload's size fits any layout.
     """
+    import torch
+
+    if (
+        type(value) is torch.Tensor
+        and _is_plain(value)
+        and _single_layout(value.dtype, value.shape) == layout
+    ):
+        return Described(layout, [(value.data_ptr(), value.nbytes)], value.nbytes, [value])
     if not _is_tensor(value) and not isinstance(value, (Mapping, list, tuple)):
         view = _byte_view(value)
         if view.readonly:
@@ -157,6 +170,21 @@ def allocate(layout: Layout) -> tuple[Any, Described]:
     if layout.form == "dict":
         return {spec.name: tensor for spec, tensor in zip(layout.specs, tensors, strict=True)}, described
     return tensors, described
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one piece of memory as it stands: nearly all are, and need no closer look."""
+    import torch
+
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and tensor.numel() > 0
+    )
 
 
 def _is_tensor(value: object) -> bool:

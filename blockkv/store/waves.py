@@ -22,6 +22,8 @@ from blockkv.tensors import Described
 
 WAVE_BYTES = 32 << 20
 """Payload of one batch: large enough to hide the turn-around, small enough to bound memory in flight."""
+FIRST_WAVE_BYTES = 4 << 20
+"""The first wave of a call is small, so that the device starts early; each next one is twice as large."""
 WAVES_IN_FLIGHT = 4
 
 Item = TypeVar("Item")
@@ -75,7 +77,7 @@ class WaveRun(ABC, Generic[Item]):
             described.segments,
             leaf_bytes_for(described.payload_bytes) if hashed else 0,
         )
-        if wave.payload_bytes >= WAVE_BYTES:
+        if wave.payload_bytes >= min(FIRST_WAVE_BYTES << self._started_count, WAVE_BYTES):
             self._start()
             if len(self._in_flight) >= WAVES_IN_FLIGHT:
                 self._finish()
