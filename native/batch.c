@@ -25,8 +25,7 @@ _Static_assert(offsetof(struct bkv_transfer, result) == 40, "word 5, low");
 _Static_assert(offsetof(struct bkv_transfer, flags) == 44, "word 5, high");
 _Static_assert(sizeof(struct bkv_extent) == 16 && sizeof(struct bkv_segment) == 16, "pairs of words");
 
-__attribute__((format(printf, 3, 4)))
-static int refuse(struct bkv_failure *failure, int code, const char *format, ...)
+int bkv_refuse(struct bkv_failure *failure, int code, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
@@ -46,14 +45,14 @@ static int check_extents(const struct bkv_request *request, const struct bkv_opt
     for (uint32_t i = 0; i < transfer->extent_count; i++) {
         struct bkv_extent extent = request->extents[(uint64_t)transfer->first_extent + i];
         if (extent.offset_bytes % BKV_UNIT_BYTES || extent.length_bytes % BKV_UNIT_BYTES || !extent.length_bytes)
-            return refuse(failure, -EINVAL,
-                          "transfer %llu: extent %u (offset %llu, %llu bytes) is not whole units of %d bytes",
-                          (ull)t, i, (ull)extent.offset_bytes, (ull)extent.length_bytes, BKV_UNIT_BYTES);
+            return bkv_refuse(failure, -EINVAL,
+                              "transfer %llu: extent %u (offset %llu, %llu bytes) is not whole units of %d bytes",
+                              (ull)t, i, (ull)extent.offset_bytes, (ull)extent.length_bytes, BKV_UNIT_BYTES);
         if (extent.offset_bytes > options->size_bytes
             || extent.length_bytes > options->size_bytes - extent.offset_bytes)
-            return refuse(failure, -EINVAL,
-                          "transfer %llu: extent %u (offset %llu, %llu bytes) passes the end of the device at %llu",
-                          (ull)t, i, (ull)extent.offset_bytes, (ull)extent.length_bytes, (ull)options->size_bytes);
+            return bkv_refuse(failure, -EINVAL,
+                              "transfer %llu: extent %u (offset %llu, %llu bytes) passes the end of the device at %llu",
+                              (ull)t, i, (ull)extent.offset_bytes, (ull)extent.length_bytes, (ull)options->size_bytes);
         slices[i] = (struct bkv_slice){
             .offset_bytes = extent.offset_bytes,
             .length_bytes = extent.length_bytes,
@@ -61,14 +60,14 @@ static int check_extents(const struct bkv_request *request, const struct bkv_opt
             .transfer = (uint32_t)t,
         };
         if (__builtin_add_overflow(offset, extent.length_bytes, &offset))
-            return refuse(failure, -EINVAL, "transfer %llu: the extents together pass 2^64 bytes", (ull)t);
+            return bkv_refuse(failure, -EINVAL, "transfer %llu: the extents together pass 2^64 bytes", (ull)t);
     }
     uint64_t tail = transfer->payload_bytes % BKV_UNIT_BYTES;
     if (offset < transfer->payload_bytes || offset - transfer->payload_bytes != (tail ? BKV_UNIT_BYTES - tail : 0))
-        return refuse(failure, -EINVAL,
-                      "transfer %llu: the extents hold %llu bytes, the payload of %llu needs %llu", (ull)t,
-                      (ull)offset, (ull)transfer->payload_bytes,
-                      (ull)(transfer->payload_bytes + (tail ? BKV_UNIT_BYTES - tail : 0)));
+        return bkv_refuse(failure, -EINVAL,
+                          "transfer %llu: the extents hold %llu bytes, the payload of %llu needs %llu", (ull)t,
+                          (ull)offset, (ull)transfer->payload_bytes,
+                          (ull)(transfer->payload_bytes + (tail ? BKV_UNIT_BYTES - tail : 0)));
     return 0;
 }
 
@@ -80,15 +79,15 @@ static int check_segments(const struct bkv_batch *batch, uint64_t t, const struc
         uint64_t at = (uint64_t)transfer->first_segment + i, end;
         struct bkv_segment segment = batch->segments[at];
         if (!segment.address || __builtin_add_overflow(segment.address, segment.length_bytes, &end))
-            return refuse(failure, -EINVAL, "transfer %llu: segment %u (address %#llx, %llu bytes) is not memory",
-                          (ull)t, i, (ull)segment.address, (ull)segment.length_bytes);
+            return bkv_refuse(failure, -EINVAL, "transfer %llu: segment %u (address %#llx, %llu bytes) is not memory",
+                              (ull)t, i, (ull)segment.address, (ull)segment.length_bytes);
         batch->segment_starts[at] = offset;
         if (__builtin_add_overflow(offset, segment.length_bytes, &offset))
-            return refuse(failure, -EINVAL, "transfer %llu: the segments together pass 2^64 bytes", (ull)t);
+            return bkv_refuse(failure, -EINVAL, "transfer %llu: the segments together pass 2^64 bytes", (ull)t);
     }
     if (offset != transfer->payload_bytes)
-        return refuse(failure, -EINVAL, "transfer %llu: the segments hold %llu bytes, the payload has %llu",
-                      (ull)t, (ull)offset, (ull)transfer->payload_bytes);
+        return bkv_refuse(failure, -EINVAL, "transfer %llu: the segments hold %llu bytes, the payload has %llu",
+                          (ull)t, (ull)offset, (ull)transfer->payload_bytes);
     return 0;
 }
 
@@ -106,21 +105,21 @@ static int check_ranges(const struct bkv_request *request, uint64_t t, const str
     };
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
         if ((uint64_t)ranges[i].first + ranges[i].count > ranges[i].limit)
-            return refuse(failure, -EINVAL, "transfer %llu: %s %u + %u pass the end of the array at %llu", (ull)t,
-                          ranges[i].name, ranges[i].first, ranges[i].count, (ull)ranges[i].limit);
+            return bkv_refuse(failure, -EINVAL, "transfer %llu: %s %u + %u pass the end of the array at %llu", (ull)t,
+                              ranges[i].name, ranges[i].first, ranges[i].count, (ull)ranges[i].limit);
     uint64_t leaves = transfer->leaf_bytes ? (transfer->payload_bytes / transfer->leaf_bytes
                                               + !!(transfer->payload_bytes % transfer->leaf_bytes))
                                            : 0;
     if (leaves != transfer->leaf_count)
-        return refuse(failure, -EINVAL,
-                      "transfer %llu: room for %u leaves, a payload of %llu bytes has %llu of %llu bytes", (ull)t,
-                      transfer->leaf_count, (ull)transfer->payload_bytes, (ull)leaves, (ull)transfer->leaf_bytes);
+        return bkv_refuse(failure, -EINVAL,
+                          "transfer %llu: room for %u leaves, a payload of %llu bytes has %llu of %llu bytes", (ull)t,
+                          transfer->leaf_count, (ull)transfer->payload_bytes, (ull)leaves, (ull)transfer->leaf_bytes);
     /* Keeps every later sum and product of payload offsets below 2^64. */
     if (transfer->payload_bytes >> 62)
-        return refuse(failure, -EINVAL, "transfer %llu: a payload of %llu bytes", (ull)t,
-                      (ull)transfer->payload_bytes);
+        return bkv_refuse(failure, -EINVAL, "transfer %llu: a payload of %llu bytes", (ull)t,
+                          (ull)transfer->payload_bytes);
     if (transfer->flags)
-        return refuse(failure, -EINVAL, "transfer %llu: flags %#x are not known", (ull)t, transfer->flags);
+        return bkv_refuse(failure, -EINVAL, "transfer %llu: flags %#x are not known", (ull)t, transfer->flags);
     return 0;
 }
 
@@ -139,13 +138,13 @@ static int check(struct bkv_batch *batch, const struct bkv_request *request, con
         leaf_count += transfer->leaf_count;
     }
     if (slice_count > MAX_COUNT || leaf_count > MAX_COUNT)
-        return refuse(failure, -EINVAL, "%llu extents and %llu leaves: too many for one batch", (ull)slice_count,
-                      (ull)leaf_count);
+        return bkv_refuse(failure, -EINVAL, "%llu extents and %llu leaves: too many for one batch", (ull)slice_count,
+                          (ull)leaf_count);
     batch->slices = calloc(slice_count ? slice_count : 1, sizeof *batch->slices);
     if (batch->direction == BKV_READ)
         batch->leaf_remaining = calloc(leaf_count ? leaf_count : 1, sizeof *batch->leaf_remaining);
     if (!batch->slices || (batch->direction == BKV_READ && !batch->leaf_remaining))
-        return refuse(failure, -ENOMEM, "no memory for %llu extents", (ull)slice_count);
+        return bkv_refuse(failure, -ENOMEM, "no memory for %llu extents", (ull)slice_count);
     batch->slice_count = 0;
     for (uint64_t t = 0; t < request->transfer_count; t++) {
         const struct bkv_transfer *transfer = &batch->transfers[t];
@@ -168,15 +167,15 @@ int bkv_batch_open(struct bkv_batch **opened, const struct bkv_request *request,
                    const struct bkv_options *options, struct bkv_failure *failure)
 {
     if (request->direction > BKV_WRITE || request->priority >= BKV_PRIORITY_COUNT)
-        return refuse(failure, -EINVAL, "direction %u, priority %u: not known", request->direction,
-                      request->priority);
+        return bkv_refuse(failure, -EINVAL, "direction %u, priority %u: not known", request->direction,
+                          request->priority);
     if (request->transfer_count > MAX_COUNT || request->extent_count > MAX_COUNT
         || request->segment_count > MAX_COUNT || request->leaf_count > MAX_COUNT)
-        return refuse(failure, -EINVAL, "%llu transfers, %llu extents, %llu segments: too many for one batch",
-                      (ull)request->transfer_count, (ull)request->extent_count, (ull)request->segment_count);
+        return bkv_refuse(failure, -EINVAL, "%llu transfers, %llu extents, %llu segments: too many for one batch",
+                          (ull)request->transfer_count, (ull)request->extent_count, (ull)request->segment_count);
     struct bkv_batch *batch = calloc(1, sizeof *batch);
     if (!batch)
-        return refuse(failure, -ENOMEM, "no memory for a batch");
+        return bkv_refuse(failure, -ENOMEM, "no memory for a batch");
     pthread_cond_init(&batch->done_cond, NULL);
     batch->direction = (enum bkv_direction)request->direction;
     batch->priority = (enum bkv_priority)request->priority;
@@ -192,7 +191,7 @@ int bkv_batch_open(struct bkv_batch **opened, const struct bkv_request *request,
     batch->segment_starts = calloc(segments, sizeof *batch->segment_starts);
     int code;
     if (!batch->transfers || !batch->leaf_bases || !batch->results || !batch->segments || !batch->segment_starts) {
-        code = refuse(failure, -ENOMEM, "no memory for %llu transfers", (ull)request->transfer_count);
+        code = bkv_refuse(failure, -ENOMEM, "no memory for %llu transfers", (ull)request->transfer_count);
     } else {
         if (request->transfer_count)
             memcpy(batch->transfers, request->transfers, request->transfer_count * sizeof *batch->transfers);

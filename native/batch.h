@@ -53,6 +53,10 @@ struct bkv_batch {
     pthread_cond_t done_cond;
 };
 
+/* Fills in why a call fails; returns `code`. */
+__attribute__((format(printf, 3, 4)))
+int bkv_refuse(struct bkv_failure *failure, int code, const char *format, ...);
+
 /* Copies and checks a request. 0, or a negative errno with `failure` filled in. */
 int bkv_batch_open(struct bkv_batch **batch, const struct bkv_request *request,
                    const struct bkv_options *options, struct bkv_failure *failure);

@@ -6,7 +6,6 @@
 #include <linux/fs.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -126,17 +125,6 @@ void bkv_engine_finish(struct bkv_engine *engine, struct bkv_operation *operatio
     bkv_engine_release(engine, batch, settled);
 }
 
-__attribute__((format(printf, 3, 4)))
-static int refuse(struct bkv_failure *failure, int code, const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    failure->code = code;
-    vsnprintf(failure->message, sizeof failure->message, format, arguments);
-    va_end(arguments);
-    return code;
-}
-
 static bool is_power_of_two(uint32_t value)
 {
     return value && !(value & (value - 1));
@@ -145,23 +133,23 @@ static bool is_power_of_two(uint32_t value)
 static int check_options(const struct bkv_options *options, struct bkv_failure *failure)
 {
     if (!is_power_of_two(options->lba_bytes) || options->lba_bytes < 512 || options->lba_bytes > BKV_UNIT_BYTES)
-        return refuse(failure, -EINVAL, "lba_bytes is %u: want a power of two from 512 to %d", options->lba_bytes,
-                      BKV_UNIT_BYTES);
+        return bkv_refuse(failure, -EINVAL, "lba_bytes is %u: want a power of two from 512 to %d", options->lba_bytes,
+                          BKV_UNIT_BYTES);
     if (!is_power_of_two(options->memory_alignment_bytes) || options->memory_alignment_bytes > PAGE_BYTES)
-        return refuse(failure, -EINVAL, "memory_alignment_bytes is %u: want a power of two up to %d",
-                      options->memory_alignment_bytes, PAGE_BYTES);
+        return bkv_refuse(failure, -EINVAL, "memory_alignment_bytes is %u: want a power of two up to %d",
+                          options->memory_alignment_bytes, PAGE_BYTES);
     if (options->max_transfer_bytes < BKV_UNIT_BYTES)
-        return refuse(failure, -EINVAL, "max_transfer_bytes is %u: want at least %d", options->max_transfer_bytes,
-                      BKV_UNIT_BYTES);
+        return bkv_refuse(failure, -EINVAL, "max_transfer_bytes is %u: want at least %d", options->max_transfer_bytes,
+                          BKV_UNIT_BYTES);
     if (!options->depth || options->depth > BKV_MAX_DEPTH)
-        return refuse(failure, -EINVAL, "depth is %u: want 1 to %d", options->depth, BKV_MAX_DEPTH);
+        return bkv_refuse(failure, -EINVAL, "depth is %u: want 1 to %d", options->depth, BKV_MAX_DEPTH);
     if (!options->workers || options->workers > BKV_MAX_WORKERS)
-        return refuse(failure, -EINVAL, "workers is %u: want 1 to %d", options->workers, BKV_MAX_WORKERS);
+        return bkv_refuse(failure, -EINVAL, "workers is %u: want 1 to %d", options->workers, BKV_MAX_WORKERS);
     if (options->staging_bytes < 2 * BKV_MAX_OPERATION_BYTES || options->staging_bytes % BKV_UNIT_BYTES
         || options->staging_bytes > BKV_REGION_SLOT_BYTES)
-        return refuse(failure, -EINVAL, "staging_bytes is %llu: want whole units of %d from %d to %d",
-                      (unsigned long long)options->staging_bytes, BKV_UNIT_BYTES, 2 * BKV_MAX_OPERATION_BYTES,
-                      BKV_REGION_SLOT_BYTES);
+        return bkv_refuse(failure, -EINVAL, "staging_bytes is %llu: want whole units of %d from %d to %d",
+                          (unsigned long long)options->staging_bytes, BKV_UNIT_BYTES, 2 * BKV_MAX_OPERATION_BYTES,
+                          BKV_REGION_SLOT_BYTES);
     return 0;
 }
 
@@ -197,7 +185,7 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
         return NULL;
     struct bkv_engine *engine = calloc(1, sizeof *engine);
     if (!engine) {
-        refuse(failure, -ENOMEM, "no memory for an engine");
+        bkv_refuse(failure, -ENOMEM, "no memory for an engine");
         return NULL;
     }
     engine->options = *options;
@@ -216,16 +204,16 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
     engine->worker_threads = calloc(options->workers, sizeof *engine->worker_threads);
     int code = engine->worker_threads ? bkv_staging_open(&engine->staging, options->staging_bytes) : -ENOMEM;
     if (code) {
-        refuse(failure, code, "no memory for %llu bytes of staging", (unsigned long long)options->staging_bytes);
+        bkv_refuse(failure, code, "no memory for %llu bytes of staging", (unsigned long long)options->staging_bytes);
         destroy(engine);
         return NULL;
     }
     if (options->backend == BKV_BACKEND_IO_URING)
         code = bkv_reactor_start(engine, failure);
     else if ((code = bkv_pool_start(engine)))
-        refuse(failure, code, "pthread_create of the thread pool");
+        bkv_refuse(failure, code, "pthread_create of the thread pool");
     if (!code && (code = bkv_workers_start(engine))) {
-        refuse(failure, code, "pthread_create of the workers");
+        bkv_refuse(failure, code, "pthread_create of the workers");
         bkv_workers_stop(engine);
         if (engine->reactor)
             bkv_reactor_stop(engine);
@@ -267,9 +255,9 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     struct bkv_plan_totals totals = {0};
     code = bkv_plan(batch, &engine->options, engine->operation_bytes, &engine->regions, &totals);
     if (code)
-        refuse(failure, code, "no memory to plan %u transfers", batch->transfer_count);
+        bkv_refuse(failure, code, "no memory to plan %u transfers", batch->transfer_count);
     else if ((code = begin(engine)))
-        refuse(failure, code, "the engine is closed");
+        bkv_refuse(failure, code, "the engine is closed");
     if (code) {
         bkv_batch_free(batch);
         return code;

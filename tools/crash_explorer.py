@@ -38,6 +38,7 @@ import logging
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -522,7 +523,7 @@ class History:
 # --- directed histories -------------------------------------------------------------------------------------
 
 
-class Directed(History):
+class Directed(History, ABC):
     """A history made to reach one corner, instead of drawn."""
 
     profile_name = "power"
@@ -543,9 +544,9 @@ class Directed(History):
         except Exception as error:
             raise Violation(self.story(error)) from error
 
+    @abstractmethod
     def carry_out(self) -> None:
         """The history."""
-        raise NotImplementedError
 
 
 class GhostPages(Directed):
