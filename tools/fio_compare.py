@@ -55,6 +55,7 @@ TABLE_CHARS = 124
 @click.option("--memory", type=click.Choice(["huge", "ordinary", "both"]), default="both", show_default=True)
 @click.option("--pairs", default=5, show_default=True, help="Interleaved pairs of fio and store per case.")
 @click.option("--seconds", default=1.5, show_default=True, help="Length of one run.")
+@click.option("--equal-memory", is_flag=True, help="Deepen fio's queue until its buffers equal one call's.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the ratios into this file (matplotlib).")
 def main(
@@ -72,6 +73,7 @@ def main(
     memory: str,
     pairs: int,
     seconds: float,
+    equal_memory: bool,
     as_json: bool,
     plot: str | None,
 ) -> None:
@@ -88,7 +90,7 @@ def main(
         verify={"on": [True], "off": [False], "both": [True, False]}[verify],
         memory=["huge", "ordinary"] if memory == "both" else [memory],  # type: ignore[list-item]
     )
-    settings = Settings(pairs=pairs, seconds=seconds)
+    settings = Settings(pairs=pairs, seconds=seconds, equal_memory=equal_memory)
     try:
         with _target(device, paced, size_gib, read_gb_s, write_gb_s, sector_bytes) as (path, pace):
             if pace is None:
@@ -105,7 +107,8 @@ def main(
     console.print(_table(results))
     if described.get("pace_reached") is False:
         console.print(
-            "fio did not reach the pace: the CPU was the limit. Lower --read-gb-s and --write-gb-s."
+            "fio did not reach the pace: the CPU was the limit. Lower --read-gb-s and --write-gb-s, "
+            "or see with --equal-memory what fio does without its buffers in the CPU's cache."
         )
     if plot:
         _plot(results, plot)

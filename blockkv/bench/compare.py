@@ -5,7 +5,8 @@ of the store, next to each other in time and in alternating order; the ratio is 
 median reported with the extremes. fio runs in the shape that was fastest on this device a moment before.
 
 Both sides move data between the device and memory that stays allocated: fio a few MiB, the store one batch.
-CPU is user and system time of the whole process; the store's is this one, Python and all threads included.
+On a device in memory that flatters fio, whose buffers stay in the CPU's cache; `Settings.equal_memory` shows by
+how much. CPU is user and system time of the whole process; the store's is this one, Python and all threads included.
 What was read is compared with what was written, once per case, outside the measurement.
 
 The device is formatted once and then written throughout: a drive answers reads of what was never written, or
@@ -96,6 +97,9 @@ class Settings:
     """Length of one run. A put run also ends when the store is `FILL_SHARE` full."""
     shape_rounds: int = 2
     """Runs of every fio shape before the pairs."""
+    equal_memory: bool = False
+    """fio's queue is made so deep that its buffers are as large as one call of the store. A device in memory copies
+    faster into buffers that stay in the CPU's cache, as fio's few MiB do and no KV cache does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +144,15 @@ def compare(
     zone = _prepare(path, cases, force)
     shapes: list[ShapeResult] = []
     results: list[CaseResult] = []
-    largest = max(shape.request_bytes * shape.depth for shape in fio.SHAPES)
+    candidates = fio.SHAPES
+    if settings.equal_memory:
+        call_bytes = max(case.chunk_bytes * case.chunks_per_call for case in cases)
+        candidates = tuple(fio.Shape(s.request_bytes, call_bytes // s.request_bytes) for s in candidates)
+    largest = max(shape.request_bytes * shape.depth for shape in candidates)
     with fio.reserved_huge_pages(largest):
         _write_throughout(path, zone)
         for op, group in itertools.groupby(cases, key=lambda case: case.op):
-            found = _measure_shapes(path, op, zone, settings)
+            found = _measure_shapes(path, op, candidates, zone, settings)
             best = max(found, key=lambda result: result.gb_per_s).shape
             shapes += found
             for result in found:
@@ -180,8 +188,10 @@ def _empty_store(path: Path, case: Case) -> Iterator[blockkv.Store]:
             store.delete(key)
 
 
-def _measure_shapes(path: Path, op: Op, zone: tuple[int, int], settings: Settings) -> list[ShapeResult]:
-    runs: dict[fio.Shape, list[fio.FioRun]] = {shape: [] for shape in fio.SHAPES}
+def _measure_shapes(
+    path: Path, op: Op, candidates: Sequence[fio.Shape], zone: tuple[int, int], settings: Settings
+) -> list[ShapeResult]:
+    runs: dict[fio.Shape, list[fio.FioRun]] = {shape: [] for shape in candidates}
     for _ in range(settings.shape_rounds):
         for shape, done in runs.items():
             done.append(_run_fio(path, op, shape, zone, settings))
