@@ -76,6 +76,7 @@ class StructLayout:
         self.fields = tuple(fields)
         self.struct = struct.Struct("<" + "".join(field.struct_code for field in fields))
         self.size_bytes = self.struct.size
+        self._parts = tuple((field, field.name, field.kind, field.size_bytes) for field in self.fields)
         self.offsets: dict[str, int] = {}
         offset = 0
         for field in self.fields:
@@ -92,22 +93,22 @@ class StructLayout:
         Raises InvalidArgument when a value does not fit its field.
         """
         packed: list[int | bytes] = []
-        for field in self.fields:
-            if field.kind == "zero":
+        for field, name, kind, size_bytes in self._parts:
+            if kind == "zero":
                 packed.append(b"")
                 continue
-            value = values.pop(field.name)
+            value = values.pop(name)
             if isinstance(value, str):
                 text = value.encode()
-                if len(text) > field.size_bytes or not (value.isprintable() or not value):
+                if len(text) > size_bytes or not (value.isprintable() or not value):
                     raise InvalidArgument(
-                        f"{field.name} {value!r} is not printable text of at most {field.size_bytes} bytes"
+                        f"{name} {value!r} is not printable text of at most {size_bytes} bytes"
                     )
                 value = text
-            elif isinstance(value, bytes) and len(value) != field.size_bytes:
-                raise InvalidArgument(f"{field.name} has {len(value)} bytes instead of {field.size_bytes}")
-            elif isinstance(value, int) and not 0 <= value < 1 << (8 * field.size_bytes):
-                raise InvalidArgument(f"{field.name} {value} does not fit into {field.type}")
+            elif isinstance(value, bytes) and len(value) != size_bytes:
+                raise InvalidArgument(f"{name} has {len(value)} bytes instead of {size_bytes}")
+            elif isinstance(value, int) and not 0 <= value < 1 << (8 * size_bytes):
+                raise InvalidArgument(f"{name} {value} does not fit into {field.type}")
             packed.append(value)
         assert not values, f"{self.name} has no fields {sorted(values)}"
         return self.struct.pack(*packed)
@@ -115,14 +116,15 @@ class StructLayout:
     def unpack_from(self, buffer: bytes | memoryview, offset: int = 0) -> dict[str, Any]:
         """The values by field name; ``text`` as str. Raises FieldRejected; struct.error if short."""
         values: dict[str, Any] = {}
-        for field, value in zip(self.fields, self.struct.unpack_from(buffer, offset), strict=True):
-            if field.kind == "zero":
+        found = self.struct.unpack_from(buffer, offset)
+        for (field, name, kind, _), value in zip(self._parts, found, strict=True):
+            if kind == "zero":
                 if any(value):
                     raise FieldRejected(field, "reserved bytes are not zero")
-            elif field.kind == "text":
-                values[field.name] = _text_of(field, value)
+            elif kind == "text":
+                values[name] = _text_of(field, value)
             else:
-                values[field.name] = value
+                values[name] = value
         return values
 
     def table(self) -> str:
