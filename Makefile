@@ -1,7 +1,9 @@
 # Few verbs. `make setup` first, or let the others call it.
 PYTHON_VENV := .venv/bin/python
 
-.PHONY: help setup demo test check bench clean
+SIM_STATES := 20000
+
+.PHONY: help setup demo test check sim bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -16,12 +18,16 @@ test:  ## lint, types, layers and every test, as CI runs them
 	@tools/setup --test
 	@$(MAKE) --no-print-directory check
 	@$(PYTHON_VENV) -m pytest
+	@$(MAKE) --no-print-directory sim
 
 check: setup  ## lint, types, layers only
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy
 	@$(PYTHON_VENV) -m pytest --quiet tests/test_layers.py tests/test_tidy.py
+
+sim: setup  ## crash the store SIM_STATES times, with a fresh seed
+	@$(PYTHON_VENV) tools/crash_explorer.py --states $(SIM_STATES) --mutant none
 
 bench: setup  ## throughput and CPU beside fio, on a device in memory paced like a drive (root)
 	@$(PYTHON_VENV) tools/fio_compare.py --paced
