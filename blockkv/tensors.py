@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from blockkv.catalog.layouts import Layout, TensorSpec, torch_dtype
+from blockkv.catalog.layouts import TEXT_LIMIT_BYTES, Layout, TensorSpec, torch_dtype
 from blockkv.errors import InvalidArgument, LayoutMismatch
 from blockkv.format.record import LAYOUT_BODY_MAX
 from blockkv.memory import aligned_memory
@@ -78,10 +78,11 @@ def describe(value: Tensors) -> Described:
         return Described(layout, [(value.data_ptr(), value.nbytes)], value.nbytes, [value])
     form, named = _named_tensors(value)
     layout = _layout_of(form, named)
-    if len(layout.body) > LAYOUT_BODY_MAX:
+    if len(layout.body) > LAYOUT_BODY_MAX or layout.text_bytes > TEXT_LIMIT_BYTES:
         raise InvalidArgument(
-            f"names and shapes of {len(named)} tensors take {len(layout.body)} bytes, the limit is "
-            f"{LAYOUT_BODY_MAX}; use shorter names or several chunks"
+            f"names and shapes of {len(named)} tensors take {layout.text_bytes} bytes, deflated "
+            f"{len(layout.body)}; the limits are {TEXT_LIMIT_BYTES} and {LAYOUT_BODY_MAX}: use shorter names "
+            "or several chunks"
         )
     described = Described(layout, [], 0, [])
     for _, tensor in named:

@@ -11,26 +11,36 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from blockkv.errors import InvalidArgument
-from blockkv.format.record import layout_checksum
+from blockkv.format.record import MAX_LAYOUT_ID, layout_checksum
 
 if TYPE_CHECKING:
     import torch
 
-BODY_LIMIT_BYTES = 1 << 20
-"""An encoded layout may expand to at most this: the image it comes from is not trusted."""
+TEXT_LIMIT_BYTES = 1 << 16
+"""Of a layout before it is deflated. An image is not trusted: a page of it must not inflate to megabytes."""
+
+_MAX_DIMS = 64
+"""Of one tensor, in an image; torch itself stops there in most operations."""
 
 
 @cache
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called `name` ("bfloat16"). Raises InvalidArgument when this torch has none."""
+def _torch_dtypes() -> dict[str, torch.dtype]:
     import torch
 
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    # Not getattr for a name from an image: torch imports some of its parts when they are first asked for.
+    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name` ("bfloat16"). Raises InvalidArgument when this torch has none."""
+    dtype = _torch_dtypes().get(name)
+    if dtype is None:
+        import torch
+
         raise InvalidArgument(f"this torch ({torch.__version__}) has no dtype {name!r}")
     return dtype
 
@@ -45,6 +55,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
+        """Of its elements, one after the other."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
 
@@ -62,12 +73,18 @@ class Layout:
     @cached_property
     def body(self) -> bytes:
         """The encoded layout, as a LAYOUT record carries it: a tag byte, then JSON, deflated when long."""
-        text = json.dumps(
-            [self.form, [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]],
-            separators=(",", ":"),
-            ensure_ascii=False,
-        ).encode()
+        text = self._text
         return b"J" + text if len(text) < 256 else b"Z" + zlib.compress(text, 9)
+
+    @cached_property
+    def text_bytes(self) -> int:
+        """Length of the JSON; at most TEXT_LIMIT_BYTES in a store."""
+        return len(self._text)
+
+    @property
+    def _text(self) -> bytes:
+        items = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
+        return json.dumps([self.form, items], separators=(",", ":"), ensure_ascii=False).encode()
 
     @cached_property
     def digest(self) -> bytes:
@@ -76,29 +93,25 @@ class Layout:
 
     @classmethod
     def decode(cls, body: bytes) -> Layout:
-        """Inverse of `body`. Raises ValueError on anything else; never expands beyond BODY_LIMIT_BYTES."""
+        """Inverse of `body`. Raises ValueError on anything else; never expands beyond TEXT_LIMIT_BYTES."""
         tag, text = body[:1], body[1:]
         if tag == b"Z":
             inflater = zlib.decompressobj()
             try:
-                text = inflater.decompress(text, BODY_LIMIT_BYTES)
+                text = inflater.decompress(text, TEXT_LIMIT_BYTES)
             except zlib.error as error:
                 raise ValueError(f"layout does not inflate: {error}") from None
             if not inflater.eof:
-                raise ValueError(f"layout is cut short or longer than {BODY_LIMIT_BYTES} bytes")
+                raise ValueError(f"layout is cut short or longer than {TEXT_LIMIT_BYTES} bytes")
         elif tag != b"J":
             raise ValueError(f"layout has unknown tag {tag!r}")
         try:
             form, items = json.loads(text)
-            specs = tuple(
-                TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in items
-            )
+            specs = tuple(_spec_of(*item) for item in items)
         except (RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"layout is not readable: {error}") from None
         if form not in ("tensor", "list", "dict") or not specs or (form == "tensor" and len(specs) != 1):
             raise ValueError(f"layout has form {form!r} with {len(specs)} tensors")
-        if any(dim < 1 for spec in specs for dim in spec.shape):
-            raise ValueError("layout has an empty tensor")
         layout = cls(form, specs)
         if layout.body != body:
             # One layout has one encoding, or two chunks could differ in their checksums' layout alone.
@@ -111,6 +124,21 @@ class Layout:
         return f"{self.form}({', '.join(parts)}{more})"
 
 
+@lru_cache(maxsize=1024)
+def _spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(name, dtype, shape)
+
+
+def _spec_of(name: object, dtype: object, shape: object) -> TensorSpec:
+    """One tensor of a decoded layout. Raises ValueError."""
+    if not (isinstance(name, str) and isinstance(dtype, str) and isinstance(shape, list)):
+        raise ValueError(f"{[name, dtype, shape]} is not a name, a dtype and a shape")
+    if len(shape) > _MAX_DIMS or not all(type(dim) is int and 0 < dim < 1 << 63 for dim in shape):
+        raise ValueError(f"a shape of {len(shape)} dimensions, or one of them is empty or impossible")
+    # Hostile layouts repeat one tensor thousands of times; so do many good ones.
+    return _spec(name, dtype, tuple(shape))
+
+
 class Layouts:
     """Layouts by number and by encoded body, with the number of chunks that refer to each."""
 
@@ -121,6 +149,11 @@ class Layouts:
         self._references: dict[int, int] = {}
         self.body_bytes = 0
         """Sum of the encoded layouts, each with the record round it (at most 32 bytes)."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next number could be the last, with a million puts under way."""
+        return self.next_id > MAX_LAYOUT_ID - (1 << 20)
 
     def __getitem__(self, layout_id: int) -> Layout:
         return self._by_id[layout_id]

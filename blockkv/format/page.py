@@ -21,6 +21,7 @@ from blockkv.format.geometry import PAGE_BYTES
 
 __all__ = [
     "CHECKSUM_BYTES",
+    "COUNTER_LIMIT",
     "PAGE_HEADER",
     "PAGE_PAYLOAD_BYTES",
     "Page",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 CHECKSUM_BYTES = 16
+COUNTER_LIMIT = 1 << 62
+"""Sequences and epochs stay below this, so that arithmetic on hostile input stays in 64 bits."""
 
 PAGE_HEADER = StructLayout(
     "page header",
@@ -71,7 +74,6 @@ PAGE_PAYLOAD_BYTES = PAGE_BYTES - PAGE_HEADER.size_bytes
 
 _pack_header = PAGE_HEADER.struct.pack
 _unpack_header = PAGE_HEADER.struct.unpack_from
-_COUNTER_LIMIT = 1 << 62
 _ZEROS = bytes(PAGE_BYTES)
 
 
@@ -135,7 +137,7 @@ def encode_page(
         )
     if len(store_id) != 16 or len(link) != 16:
         raise InvalidArgument(f"store id of {len(store_id)} and link of {len(link)} bytes must have 16 each")
-    if not (0 <= sealed_sequence <= sequence < _COUNTER_LIMIT and 0 <= epoch < _COUNTER_LIMIT):
+    if not (0 <= sealed_sequence <= sequence < COUNTER_LIMIT and 0 <= epoch < COUNTER_LIMIT):
         raise InvalidArgument(
             f"sequence {sequence}, sealed {sealed_sequence}, epoch {epoch} are out of range"
         )
@@ -186,6 +188,8 @@ def decode_page(
         raise PageRejected(PageFault.WRONG_EPOCH, f"{its_epoch} instead of {epoch}")
     if body_bytes > PAGE_PAYLOAD_BYTES or any(reserved):
         raise PageRejected(PageFault.MALFORMED, f"{body_bytes} bytes of records, reserved {reserved.hex()}")
+    if its_sequence >= COUNTER_LIMIT or its_epoch >= COUNTER_LIMIT:
+        raise PageRejected(PageFault.MALFORMED, f"sequence {its_sequence}, epoch {its_epoch}")
     if sealed_sequence > sequence:
         raise PageRejected(PageFault.MALFORMED, f"sealed sequence {sealed_sequence} in page {sequence}")
     body_end = PAGE_HEADER.size_bytes + body_bytes

@@ -38,7 +38,7 @@ from blockkv.format.geometry import (
     unit_count,
     unpack_extent,
 )
-from blockkv.format.page import CHECKSUM_BYTES, PAGE_PAYLOAD_BYTES
+from blockkv.format.page import CHECKSUM_BYTES, COUNTER_LIMIT, PAGE_PAYLOAD_BYTES
 
 __all__ = [
     "DELETE_RECORD",
@@ -47,6 +47,7 @@ __all__ = [
     "LAYOUT_BODY_MAX",
     "LAYOUT_RECORD",
     "MAX_KEY_BYTES",
+    "MAX_LAYOUT_ID",
     "PUT_RECORD",
     "DeleteRecord",
     "KeyTailRecord",
@@ -149,6 +150,8 @@ _LAYOUT_BYTES = LAYOUT_RECORD.size_bytes
 _TAIL_BYTES = KEY_TAIL_RECORD.size_bytes
 LAYOUT_BODY_MAX = PAGE_PAYLOAD_BYTES - _LAYOUT_BYTES
 """Longest description a LAYOUT record holds."""
+MAX_LAYOUT_ID = (1 << 32) - 2
+"""The superblock's `next_layout_id` must still be able to exceed it."""
 
 _ROOT_OFFSET = PUT_RECORD.offsets["root"]
 _pack_put = PUT_RECORD.struct.pack
@@ -354,11 +357,11 @@ def iterate_records(body: bytes, record_count: int, data_units: int) -> Iterator
             if any(reserved):
                 raise RecordMalformed(f"DELETE at {offset}: reserved bytes {reserved.hex()}")
         elif operation == 3:
-            record_bytes, _, reserved, _, log_sequence, body_bytes = _unpack_layout(body, offset)
+            record_bytes, _, reserved, layout_id, log_sequence, body_bytes = _unpack_layout(body, offset)
             digest = b""
             used_bytes = _LAYOUT_BYTES + body_bytes
-            if any(reserved):
-                raise RecordMalformed(f"LAYOUT at {offset}: reserved bytes {reserved.hex()}")
+            if any(reserved) or layout_id > MAX_LAYOUT_ID:
+                raise RecordMalformed(f"LAYOUT at {offset}: id {layout_id}, reserved bytes {reserved.hex()}")
         elif operation == 4:
             if room < _TAIL_BYTES:
                 raise RecordMalformed(f"KEY_TAIL at {offset}: {room} bytes left")
@@ -368,6 +371,8 @@ def iterate_records(body: bytes, record_count: int, data_units: int) -> Iterator
                 raise RecordMalformed(f"KEY_TAIL at {offset}: {tail_bytes} bytes, reserved {reserved.hex()}")
         else:
             raise RecordMalformed(f"record at {offset}: operation {operation}, {room} bytes left")
+        if log_sequence >= COUNTER_LIMIT:
+            raise RecordMalformed(f"record at {offset}: log sequence {log_sequence}")
         padding = -used_bytes & 7
         next_offset = offset + record_bytes
         if record_bytes != used_bytes + padding or next_offset > end:

@@ -114,6 +114,8 @@ class PutRun(WaveRun[_Put]):
                 f"a chunk of {payload_bytes} bytes can never fit: the data zone of {state.device.path} has "
                 f"{state.geometry.data.size_bytes} bytes"
             )
+        if state.layouts.exhausted:
+            raise StoreFull(f"{state.device.path} has no numbers left for layouts; format it anew")
         deadline = time.monotonic() + SPACE_WAIT_S
         while True:
             with state.changing:

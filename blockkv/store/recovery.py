@@ -31,6 +31,7 @@ from blockkv.format import record, superblock
 from blockkv.format.checkpoint import CheckpointReader
 from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, slot_offsets
 from blockkv.format.journal import EndReason, Replay, ReplayEnd
+from blockkv.format.page import COUNTER_LIMIT
 from blockkv.format.record import LayoutRecord, Operation, RecordView
 from blockkv.format.superblock import Superblock
 from blockkv.space.allocator import Allocator, Extent
@@ -44,6 +45,9 @@ READ_AHEAD_BYTES = 4 << 20
 JOURNAL_READ_PAGES = 64
 """Journal pages read ahead at first; doubled with every read, so a short log costs one small read."""
 
+
+EXHAUSTED_AT = COUNTER_LIMIT // 2
+"""From here on a store is not written any more: what it counts to must stay below the limit of the format."""
 
 SMALLEST_BYTES = 4 << 20
 """No store fits on less, and its superblock slots would not lie apart."""
@@ -133,8 +137,19 @@ def recover(device: Device, found: Superblock, *, verify_unsealed: bool = True) 
 
 
 def next_epoch(recovered: Recovered) -> Superblock:
-    """The superblock that makes this open the only one whose pages count from here on."""
-    found = recovered.superblock
+    """The superblock that makes this open the only one whose pages count from here on.
+
+    Raises FormatError where a counter is so close to its limit that no honest store can have come there.
+    """
+    found, tail = recovered.superblock, recovered.tail
+    highest = max(
+        found.generation, found.epoch, recovered.newest_epoch, tail.next_sequence, tail.next_log_sequence
+    )
+    if highest >= EXHAUSTED_AT:
+        raise FormatError(
+            f"a counter of the store {found.uuid_text} stands at {highest}: the image was forged, or is "
+            "damaged in a way that its checksums do not show; open it with read_only=True to save its chunks"
+        )
     return dataclasses.replace(
         found,
         generation=found.generation + 1,

@@ -19,6 +19,7 @@ from blockkv.format.record import (
     KEY_TAIL_RECORD,
     LAYOUT_BODY_MAX,
     LAYOUT_RECORD,
+    MAX_LAYOUT_ID,
     PUT_RECORD,
     DeleteRecord,
     KeyTailRecord,
@@ -132,7 +133,7 @@ def test_delete_round_trip(log_sequence: int, digest: bytes) -> None:
     assert decode(raw) == DeleteRecord(log_sequence, digest)
 
 
-@given(st.integers(0, (1 << 32) - 1), st.binary(max_size=LAYOUT_BODY_MAX))
+@given(st.integers(0, MAX_LAYOUT_ID), st.binary(max_size=LAYOUT_BODY_MAX))
 def test_layout_round_trip(layout_id: int, body: bytes) -> None:
     raw = encode_layout(3, layout_id, body)
     assert checked([raw]) == [(Operation.LAYOUT, 3, b"", raw)]
