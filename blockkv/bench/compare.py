@@ -5,9 +5,9 @@ of the store, next to each other in time and in alternating order; the ratio is 
 median reported with the extremes. fio runs in the shape that was fastest on this device a moment before.
 
 Both sides move data between the device and memory that stays allocated: fio a few MiB, the store one batch.
-On a device in memory that flatters fio, whose buffers stay in the CPU's cache; `Settings.equal_memory` shows by
-how much. CPU is user and system time of the whole process; the store's is this one, Python and all threads included.
-What was read is compared with what was written, once per case, outside the measurement.
+On a device in memory that flatters fio, whose buffers stay in the CPU's cache; `Settings.equal_memory` shows
+by how much. CPU is user and system time of the whole process; the store's is this one, Python and all threads
+included. What was read is compared with what was written, once per case, outside the measurement.
 
 The device is formatted once and then written throughout: a drive answers reads of what was never written, or
 discarded, without touching its flash, and would look faster than it is.
@@ -98,8 +98,8 @@ class Settings:
     shape_rounds: int = 2
     """Runs of every fio shape before the pairs."""
     equal_memory: bool = False
-    """fio's queue is made so deep that its buffers are as large as one call of the store. A device in memory copies
-    faster into buffers that stay in the CPU's cache, as fio's few MiB do and no KV cache does."""
+    """fio's queue is made so deep that its buffers are as large as one call of the store. A device in memory
+    copies faster into buffers that stay in the CPU's cache, as fio's few MiB do and no KV cache does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,10 @@ def compare(
     zone = _prepare(path, cases, force)
     shapes: list[ShapeResult] = []
     results: list[CaseResult] = []
-    candidates = fio.SHAPES
+    candidates: Sequence[fio.Shape] = fio.SHAPES
     if settings.equal_memory:
         call_bytes = max(case.chunk_bytes * case.chunks_per_call for case in cases)
-        candidates = tuple(fio.Shape(s.request_bytes, call_bytes // s.request_bytes) for s in candidates)
+        candidates = [fio.Shape(s.request_bytes, call_bytes // s.request_bytes) for s in candidates]
     largest = max(shape.request_bytes * shape.depth for shape in candidates)
     with fio.reserved_huge_pages(largest):
         _write_throughout(path, zone)
