@@ -13,7 +13,7 @@ from blockkv.device.base import UNIT_BYTES
 from blockkv.errors import BlockKVError, NotFormatted
 from blockkv.store import Store
 from blockkv.testing import Crash, Fault, FaultKind, FaultPlan, OperationKind, SimulatedDevice, mixtures
-from crash.history import KEYS, History, Settings, Tally, formatted, open_store
+from crash.history import KEYS, RECOVERY_DEPTH, History, Settings, Tally, formatted, open_store
 from crash.oracle import Event, Oracle, Violation
 
 __all__ = ["DIRECTED"]
@@ -314,6 +314,45 @@ class ShortSequences(Directed):
         return store
 
 
+class CutRecoveries(Directed):
+    """Recoveries cut at each of their writes and flushes, and the recovery after each of those, five deep."""
+
+    def carry_out(self) -> None:
+        """From a store killed with a group in flight; three deep where not everything is asked for."""
+        store = open_store(self.device, self.evict, self.discard)
+        self.put(store, self.keys[:3], durable=True, many=True)
+        self.oracle.all_durable()
+        self.put(store, [*self.keys[3:5], LONG0], durable=False, many=True)
+        self.delete(store, self.keys[0], durable=False)
+        self.device.set_plan(FaultPlan.stop(self.device.operation_count + 1))
+        with contextlib.suppress(BlockKVError):
+            store.commit()
+        for crash in Crash:
+            self.cut(
+                self.device.crash_clone(self.rng, crash), RECOVERY_DEPTH if self.settings.exhaustive else 3
+            )
+
+    def cut(self, device: SimulatedDevice, depth: int) -> None:
+        """Judge what `device` holds, then what every cut recovery of it leaves."""
+        self.clone = device.crash_clone(self.rng, Crash.PROCESS_KILL)
+        self.look(open_store(self.clone, self.evict, self.discard), self.oracle)
+        if not depth:
+            return
+        changes = [
+            one.sequence
+            for one in self.clone.operations()
+            if one.kind in (OperationKind.WRITE, OperationKind.FLUSH)
+        ]
+        for operation in changes:
+            trial = device.crash_clone(self.rng, Crash.PROCESS_KILL)
+            trial.set_plan(FaultPlan.stop(operation))
+            with contextlib.suppress(BlockKVError):
+                open_store(trial, self.evict, self.discard)
+            assert trial.stopped, f"recovery made no operation {operation}"
+            self.tally.recoveries_cut += 1
+            self.cut(trial.crash_clone(self.rng), depth - 1)
+
+
 def same_unit(one: SimulatedDevice, other: SimulatedDevice, unit: int) -> bool:
     offset = unit * UNIT_BYTES
     return one.peek(offset, UNIT_BYTES) == other.peek(offset, UNIT_BYTES)
@@ -325,5 +364,6 @@ DIRECTED: dict[int, type[Directed]] = {
     -3: FailEvery,
     -4: TornPages,
     -5: ShortSequences,
+    -6: CutRecoveries,
 }
 """Histories with numbers of their own, for --history."""
