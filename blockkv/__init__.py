@@ -40,7 +40,7 @@ from blockkv.errors import (
 
 if TYPE_CHECKING:
     from blockkv.memory import empty
-    from blockkv.store import CheckReport, ChunkInfo, Store, StoreFuture
+    from blockkv.store import CheckReport, ChunkInfo, Finding, ScrubReport, Store, StoreFuture
     from blockkv.store import format_device as format
     from blockkv.store import open_store as open
 
@@ -54,11 +54,13 @@ __all__ = [
     "DeviceLost",
     "DeviceReadOnly",
     "DeviceTooSmall",
+    "Finding",
     "FormatError",
     "InvalidArgument",
     "LayoutMismatch",
     "NotFormatted",
     "OccupiedError",
+    "ScrubReport",
     "Store",
     "StoreClosed",
     "StoreFull",
@@ -83,6 +85,8 @@ del globals()["format"]
 _LAZY = {
     "CheckReport": ("blockkv.store", "CheckReport"),
     "ChunkInfo": ("blockkv.store", "ChunkInfo"),
+    "Finding": ("blockkv.store", "Finding"),
+    "ScrubReport": ("blockkv.store", "ScrubReport"),
     "Store": ("blockkv.store", "Store"),
     "StoreFuture": ("blockkv.store", "StoreFuture"),
     "empty": ("blockkv.memory", "empty"),

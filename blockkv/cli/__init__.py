@@ -1,7 +1,7 @@
 """The `blockkv` command line.
 
   app.py        the command itself: errors, exit codes, what all commands share
-  store.py      format, info, check          chunk.py  ls, put, get, rm
+  store.py      format, info                chunk.py  ls, put, get, rm      check.py  check, scrub
   inspect.py    what is on the device         bench.py  beside fio          demo.py  the whole story
   output.py     text, JSON, progress          size.py   "64MiB"             exit_code.py
 
@@ -9,10 +9,10 @@ Invariant: importing this package imports neither torch nor rich; `blockkv --hel
 import what they need when they run.
 """
 
-from blockkv.cli import bench, chunk, demo, inspect, store
+from blockkv.cli import bench, check, chunk, demo, inspect, store
 from blockkv.cli.app import cli
 
-__all__ = ["bench", "chunk", "cli", "demo", "inspect", "main", "store"]
+__all__ = ["bench", "check", "chunk", "cli", "demo", "inspect", "main", "store"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Sizes on the command line: "64MiB", "1G", "4096"; and in the other direction."""
+"""Sizes and rates on the command line: "64MiB", "1G", "200MiB/s"; and in the other direction."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         if size_bytes < 1:
             self.fail(f"{value!r} is less than one byte", param, ctx)
         return size_bytes
+
+
+class Rate(Size):
+    """Bytes a second: a size, with or without "/s"."""
+
+    name = "rate"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes a second of `value`; a usage error for anything that is not a positive number of them."""
+        return super().convert(value.removesuffix("/s") if isinstance(value, str) else value, param, ctx)
 
 
 def size_text(size_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Commands on whole stores: format, info, check."""
+"""Commands on whole stores: format, info."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import click
 
 import blockkv
 from blockkv.cli.app import command, store_argument
-from blockkv.cli.exit_code import ExitCode
-from blockkv.cli.output import Output, fields, key_text, lines
+from blockkv.cli.output import Output, fields, lines
 from blockkv.cli.size import Size, size_text
 from blockkv.device import namespace, occupancy
 from blockkv.format.geometry import Geometry, Zone, plan
@@ -155,32 +154,3 @@ def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, object]
         else:
             pairs.append((label, value))
     return pairs
-
-
-@command("check")
-@store_argument
-@click.option("--payload", is_flag=True, help="Read and verify every chunk, not only the metadata.")
-def check(output: Output, store_path: str, payload: bool) -> int:
-    """Verify a store: index, free map, and with --payload every byte. Exits 1 when something is wrong."""
-    with blockkv.open(store_path, read_only=True) as store, output.activity("checking"):
-        report = store.check(payload=payload)
-    document = {
-        "ok": report.ok,
-        "chunks": report.chunks,
-        "payload_bytes": report.payload_bytes,
-        "payload_checked": report.payload_checked,
-        "damaged_keys": [key_text(key) for key in report.damaged_keys],
-        "problems": list(report.problems),
-    }
-
-    def text() -> None:
-        for key in report.damaged_keys:
-            click.echo(f"damaged: {key_text(key)}")
-        for problem in report.problems:
-            click.echo(f"problem: {problem}")
-        checked = "payload and metadata" if payload else "metadata"
-        verdict = "ok" if report.ok else "NOT ok"
-        click.echo(f"{verdict}: {report.chunks} chunks, {size_text(report.payload_bytes)}; checked {checked}")
-
-    output.document(document, text)
-    return ExitCode.OK if report.ok else ExitCode.NEGATIVE

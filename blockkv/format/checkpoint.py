@@ -41,8 +41,14 @@ class CheckpointReader:
         self._superblock = superblock
         self.record_count = 0
         """Records found so far."""
-        self.damaged_pages = 0
+        self.damage: list[tuple[int, str]] = []
+        """(index, what is wrong) of the pages that were not what they should be."""
+        self._missing_pages = 0
+
+    @property
+    def damaged_pages(self) -> int:
         """Pages that were not what they should be, or missing from `pieces`."""
+        return len(self.damage) + self._missing_pages
 
     @property
     def lost_records(self) -> int:
@@ -63,13 +69,13 @@ class CheckpointReader:
                     link=superblock.checkpoint_id,
                 )
                 records = list(iterate_records(page.body, page.record_count, data_units))
-            except (PageRejected, RecordMalformed):
-                self.damaged_pages += 1
+            except (PageRejected, RecordMalformed) as error:
+                self.damage.append((sequence, str(error)))
             else:
                 self.record_count += len(records)
                 yield from records
             sequence += 1
-        self.damaged_pages += superblock.checkpoint_page_count - sequence
+        self._missing_pages = superblock.checkpoint_page_count - sequence
 
 
 def _pages(pieces: Iterable[bytes | memoryview], page_count: int) -> Iterator[memoryview]:

@@ -98,7 +98,8 @@ SUPERBLOCK = StructLayout(
         Field("namespace_eui64", "bytes[8]", "likewise"),
         Field("namespace_serial", "text[40]", "likewise: serial number"),
         Field("label", "text[64]", "the user's name for the store"),
-        Field("reserved_head", "zero[16]", "zero, checked"),
+        Field("scrub_sequence", "u64", "the log sequence a scrub under way has verified up to; 0: none is"),
+        Field("reserved_head", "zero[8]", "zero, checked"),
         Field("key_slots", "zero[960]", "for encryption, announced by an incompat bit; zero, checked"),
         Field("key_canary", "zero[64]", "likewise"),
         Field("reserved", "bytes[2560]", "zero, checked unless an unknown compat or ro_compat bit is set"),
@@ -166,6 +167,7 @@ class Superblock:
     namespace_eui64: bytes = bytes(8)
     namespace_serial: str = ""
     label: str = ""
+    scrub_sequence: int = 0
     incompat: int = 0
     ro_compat: int = 0
     compat: int = 0
@@ -251,9 +253,20 @@ _PLAIN_FIELDS = (
     "namespace_nguid",
     "namespace_eui64",
     "label",
+    "scrub_sequence",
     "reserved",
 )
 """Fields that are in memory what they are on disk."""
+
+
+_COUNTERS = (
+    "generation",
+    "epoch",
+    "log_sequence",
+    "replay_from_sequence",
+    "epoch_start_sequence",
+    "scrub_sequence",
+)
 
 
 def slots_of(generation: int) -> tuple[int, int]:
@@ -333,8 +346,7 @@ def _check_values(values: dict[str, Any], geometry: Geometry) -> None:
             SuperblockFault.CHECKPOINT,
             f"area {area}, {records} records in {pages} of {geometry.checkpoint_pages} pages",
         )
-    counters = ("generation", "epoch", "log_sequence", "replay_from_sequence", "epoch_start_sequence")
-    for name in counters:
+    for name in _COUNTERS:
         if values[name] >= COUNTER_LIMIT:
             raise SuperblockRejected(SuperblockFault.COUNTERS, f"{name} {values[name]}")
     replay_from, epoch_start = values["replay_from_sequence"], values["epoch_start_sequence"]

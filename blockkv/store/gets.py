@@ -7,7 +7,6 @@ read into is zeroed so that nobody mistakes it for the chunk.
 from __future__ import annotations
 
 import ctypes
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,9 @@ from blockkv.format.record import key_digest
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
-from blockkv.store.verify import root_checksum
+from blockkv.store.verify import is_damage, root_checksum
 from blockkv.store.waves import Wave, WaveRun
 from blockkv.tensors import Described, allocate, describe_output
-
-_MEDIUM = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EREMOTEIO)
-MEDIUM_ERRORS = frozenset(-code for code in _MEDIUM)
-"""What the kernel answers for a sector that cannot be read (`blk_errors` in block/blk-core.c). Anything else,
-from no memory to a bad address of the caller, says nothing about the medium: a miss, and the chunk stays."""
 
 
 @dataclass(slots=True)
@@ -123,7 +117,7 @@ class GetRun(WaveRun[_Get]):
                     self.errors[get.position] = error
                     get.failure = "get_device_lost"
                 else:
-                    get.failure = "get_device_error" if code in MEDIUM_ERRORS else "get_transient_error"
+                    get.failure = "get_device_error" if is_damage(code) else "get_transient_error"
             elif state.options.verify and not self._verifies(get, wave.batch.leaves(number)):
                 get.failure = "get_checksum_mismatch"
             else:

@@ -96,6 +96,8 @@ class Log:
         self.pages_written = 0
         self.checkpoints_written = 0
         self.checkpoint_s = 0.0
+        self.scrub_sequence = superblock.scrub_sequence
+        """Up to which log sequence the scrub under way has verified; 0 when there is none."""
         self._device = device
         self._tail = tail
         self._lock = lock
@@ -243,11 +245,13 @@ class Log:
                         covered = self._pending
                         self._pending = Group(covered.number + 1)
                     anchor = dataclasses.replace(self._tail)
+                    scrub_sequence = self.scrub_sequence
                 if not hold_commits:
                     self._commit_lock.release()
                     held = False
                 try:
                     superblock = self._write_checkpoint(records, log_sequence, next_layout_id, anchor, clean)
+                    superblock = dataclasses.replace(superblock, scrub_sequence=scrub_sequence)
                     write_superblock(self._device, superblock)
                 except DeviceError as error:
                     self.fail(error)
@@ -319,6 +323,32 @@ class Log:
             next_layout_id=next_layout_id,
             clean=clean,
         )
+
+    def renew_superblock(self, count: int = 1) -> None:
+        """Make everything durable, then go on by `count` superblocks that name the same checkpoint.
+
+        As many as a copy has slots make all slots valid again. Raises StoreReadOnly.
+        """
+        with self._lock:
+            scrub_sequence = self.scrub_sequence
+        self.commit()
+        with self._checkpoint_lock:
+            self.check_writable()
+            for _ in range(count):
+                superblock = dataclasses.replace(
+                    self.superblock,
+                    generation=self.superblock.generation + 1,
+                    scrub_sequence=scrub_sequence,
+                )
+                try:
+                    write_superblock(self._device, superblock)
+                except DeviceError as error:
+                    self.fail(error)
+                    raise self._refusal() from error
+                except BaseException as error:
+                    self.fail(error)
+                    raise
+                self.superblock = superblock
 
     # -- failure ---------------------------------------------------------------------------------------
 

@@ -5,9 +5,12 @@ its checkpoint -> journal pages from the anchor -> payload of records that were 
 Recovery changes nothing on the device; the caller writes one superblock afterwards, in a slot nobody
 needs, so it can be cut short and repeated at will.
 
-What does not verify is dropped and counted, never repaired: a damaged checkpoint page costs its records, a
+What does not verify is dropped, counted and told as a finding: a damaged checkpoint page costs its records, a
 journal page that is not the next one ends the replay. Where two records claim the same units (a checkpoint
-page that could not be read last time and can now) the later one holds.
+page that could not be read last time and can now) the one whose payload verifies holds, or the later one.
+
+What could not be read just now is no damage: metadata then ends the open, for it would be opened without what
+it says, and payload is left to the gets.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,14 +32,15 @@ from blockkv.device.base import Device
 from blockkv.errors import DeviceError, DeviceLost, DeviceTooSmall, FormatError, InvalidArgument
 from blockkv.format import record, superblock
 from blockkv.format.checkpoint import CheckpointReader
-from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, slot_offsets
-from blockkv.format.journal import EndReason, Replay, ReplayEnd
+from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, SLOTS_PER_COPY, slot_offsets
+from blockkv.format.journal import EndReason, Replay, ReplayEnd, page_index
 from blockkv.format.page import COUNTER_LIMIT
 from blockkv.format.record import LayoutRecord, Operation, RecordView
 from blockkv.format.superblock import Superblock
 from blockkv.space.allocator import Allocator, Extent
+from blockkv.store.finding import Finding, Remedy, chunk_finding, slot_findings
 from blockkv.store.log import Tail
-from blockkv.store.verify import verify_chunks
+from blockkv.store.verify import MEDIUM_ERRNOS, is_damage, verify_chunks
 
 logger = logging.getLogger("blockkv")
 
@@ -88,42 +92,51 @@ class Recovered:
     newest_epoch: int
     read_only_reason: str | None
     report: RecoveryReport
+    findings: list[Finding]
+    """What was wrong with the metadata, and what was dropped for it."""
 
 
-def read_superblock(device: Device) -> Superblock:
-    """The newest valid superblock.
+def read_superblock(device: Device) -> tuple[Superblock, list[Finding]]:
+    """The newest valid superblock, and what is wrong with the slots.
 
-    Raises NotFormatted, VersionTooNew, DeviceTooSmall (the device shrank), DeviceLost.
+    Raises NotFormatted, VersionTooNew, DeviceTooSmall (the device shrank), DeviceLost, and DeviceError where
+    slots that may hold a newer one cannot be read just now.
     """
     size_bytes = device.limits.size_bytes
-    if size_bytes >= SMALLEST_BYTES:
-        slots = [_read_or_blank(device, offset, PAGE_BYTES) for offset in slot_offsets(size_bytes)]
-    else:
-        slots = [bytes(PAGE_BYTES)] * SLOT_COUNT
+    if size_bytes < SMALLEST_BYTES:
+        superblock.choose([bytes(PAGE_BYTES)] * SLOT_COUNT)  # says what it misses
+    offsets = slot_offsets(size_bytes)
+    slots = _read_slots(device, offsets)
     found = superblock.choose(slots)
     if found.geometry.device_bytes > size_bytes:
         raise DeviceTooSmall(
             f"{device.path} has {size_bytes} bytes, but the store {found.uuid_text} on it was formatted for "
             f"{found.geometry.device_bytes}: the device shrank or this is a truncated copy"
         )
-    return found
+    if found.geometry.slot_offsets != offsets:  # the device has grown: its end is not the store's
+        slots = _read_slots(device, found.geometry.slot_offsets)
+        found = superblock.choose(slots)
+    return found, slot_findings(slots, found)
 
 
-def recover(device: Device, found: Superblock, *, verify_unsealed: bool = True) -> Recovered:
-    """Build the state of the store from `found`, its checkpoint and the journal. Writes nothing."""
+def recover(device: Device, found: Superblock) -> Recovered:
+    """Build the state of the store from `found`, its checkpoint and the journal. Writes nothing.
+
+    Raises DeviceLost, and DeviceError where metadata cannot be read just now.
+    """
     report = RecoveryReport(was_clean=found.clean)
+    findings: list[Finding] = []
     with _no_garbage_collection():
-        entries, layouts = _load_checkpoint(device, found, report)
+        entries, layouts = _load_checkpoint(device, found, report, findings)
         report.checkpoint_chunks = len(entries)
-        end, last_log_sequence, unsealed = _replay(device, found, entries, layouts, report)
-        dropped = _drop_without_layout(entries, layouts, report)
-        if verify_unsealed:
-            dropped += _verify_unsealed(device, found, entries, layouts, unsealed, report)
+        end, last_log_sequence, unsealed = _replay(device, found, entries, layouts, report, findings)
+        dropped = _drop_without_layout(entries, layouts, found, report, findings)
+        dropped += _verify_unsealed(device, found, entries, layouts, unsealed, report, findings)
         try:
             allocator = _allocator_beside(entries, dropped, found)
         except FormatError as error:
             logger.warning("%s: %s", device.path, error)
-            dropped = _resolve_overlaps(entries, dropped, report)
+            dropped = _resolve_overlaps(device, found, entries, layouts, dropped, report, findings)
             allocator = _allocator_beside(entries, dropped, found)
         for layout_id, count in Counter(entry.layout_id for entry in entries.values()).items():
             layouts.refer(layout_id, count)
@@ -132,7 +145,16 @@ def recover(device: Device, found: Superblock, *, verify_unsealed: bool = True) 
     tail = Tail(end.next_sequence, end.predecessor, end.sealed_sequence, last_log_sequence + 1)
     _tell(device, report)
     return Recovered(
-        found, index, layouts, allocator, tail, dropped, end.newest_epoch, found.read_only_reason, report
+        found,
+        index,
+        layouts,
+        allocator,
+        tail,
+        dropped,
+        end.newest_epoch,
+        found.read_only_reason,
+        report,
+        findings,
     )
 
 
@@ -157,6 +179,8 @@ def next_epoch(recovered: Recovered) -> Superblock:
         epoch_start_sequence=recovered.tail.next_sequence,
         clean=False,
         next_layout_id=recovered.layouts.next_id,
+        # The sequences of groups that did not become durable come again, for chunks nobody has verified.
+        scrub_sequence=min(found.scrub_sequence, recovered.tail.next_log_sequence - 1),
         holder_boot_id=boot_id(),
         holder_pid=os.getpid(),
         holder_host=socket.gethostname(),
@@ -172,7 +196,7 @@ def boot_id() -> str:
 
 
 def _load_checkpoint(
-    device: Device, found: Superblock, report: RecoveryReport
+    device: Device, found: Superblock, report: RecoveryReport, findings: list[Finding]
 ) -> tuple[dict[bytes, Entry], Layouts]:
     entries: dict[bytes, Entry] = {}
     layouts = Layouts(found.next_layout_id)
@@ -190,11 +214,25 @@ def _load_checkpoint(
             _apply(view, entries, layouts)
     report.checkpoint_pages_damaged = reader.damaged_pages
     report.checkpoint_records_lost = reader.lost_records
+    findings.extend(
+        Finding("checkpoint page", what, Remedy.NEW_CHECKPOINT, page, zone.offset_bytes + page * PAGE_BYTES)
+        for page, what in reader.damage
+    )
+    if reader.lost_records:
+        what = f"{reader.lost_records} of {found.checkpoint_record_count} records are lost with its pages"
+        findings.append(
+            Finding("checkpoint", what, Remedy.NEW_CHECKPOINT, offset_bytes=zone.offset_bytes)
+        )
     return entries, layouts
 
 
 def _replay(
-    device: Device, found: Superblock, entries: dict[bytes, Entry], layouts: Layouts, report: RecoveryReport
+    device: Device,
+    found: Superblock,
+    entries: dict[bytes, Entry],
+    layouts: Layouts,
+    report: RecoveryReport,
+    findings: list[Finding],
 ) -> tuple[ReplayEnd, int, list[Entry]]:
     """Apply the journal. Returns how it ended, the last log sequence, and entries that may lack payload."""
     replay = Replay(_JournalReader(device, found), found)
@@ -214,6 +252,11 @@ def _replay(
                 put_in_page.append((page.sequence, entry))
     end = replay.end
     report.journal_damaged = end.reason is EndReason.DAMAGED
+    if report.journal_damaged:
+        fault = f"; it {end.fault.value}" if end.fault else ""
+        what = f"it was durable and is not there{fault}"
+        place = found.geometry.journal_offset(page_index(end.next_sequence, found.geometry.journal_pages))
+        findings.append(Finding("journal page", what, Remedy.CUT, end.next_sequence, place))
     unsealed = [entry for sequence, entry in put_in_page if sequence > end.sealed_sequence]
     return end, last_log_sequence, unsealed
 
@@ -244,7 +287,11 @@ def _apply(view: RecordView, entries: dict[bytes, Entry], layouts: Layouts) -> E
 
 
 def _drop_without_layout(
-    entries: dict[bytes, Entry], layouts: Layouts, report: RecoveryReport
+    entries: dict[bytes, Entry],
+    layouts: Layouts,
+    found: Superblock,
+    report: RecoveryReport,
+    findings: list[Finding],
 ) -> list[Dropped]:
     """Chunks whose layout was lost, or has another size than their payload, cannot be given back."""
     sizes: dict[int, int] = {}
@@ -256,6 +303,13 @@ def _drop_without_layout(
     lost = [entry for entry in suspects if entry.layout_id in sizes or entry.layout_id not in layouts]
     for entry in lost:
         del entries[entry.digest]
+        size_bytes = sizes.get(entry.layout_id)
+        what = (
+            f"its layout, number {entry.layout_id}, is lost"
+            if size_bytes is None
+            else f"it has {entry.payload_bytes} bytes and its layout {size_bytes}"
+        )
+        findings.append(chunk_finding(entry, found.geometry, what))
     report.chunks_dropped_no_layout = len(lost)
     return [(entry.digest, entry.extents) for entry in lost]
 
@@ -267,24 +321,47 @@ def _allocator_beside(entries: dict[bytes, Entry], dropped: list[Dropped], found
 
 
 def _resolve_overlaps(
-    entries: dict[bytes, Entry], dropped: list[Dropped], report: RecoveryReport
+    device: Device,
+    found: Superblock,
+    entries: dict[bytes, Entry],
+    layouts: Layouts,
+    dropped: list[Dropped],
+    report: RecoveryReport,
+    findings: list[Finding],
 ) -> list[Dropped]:
-    """Of two entries that claim the same units keep the later one; whoever loses gives up its extents."""
-    claims = [(extent, entry) for entry in entries.values() for extent in entry.extents]
+    """Of the entries that claim the same units drop those whose payload is not there, then the earlier ones.
+
+    Whoever is dropped gives up its extents: another chunk may have them.
+    """
+    losers: list[Entry] = []
+    verified: set[bytes] = set()
+    while rivals := {one.digest: one for pair in _overlaps(entries.values()) for one in pair}:
+        doubtful = [entry for digest, entry in rivals.items() if digest not in verified]
+        if doubtful:
+            outcomes = verify_chunks(device, found.geometry, doubtful, layouts)
+            beaten = [entry for entry, outcome in outcomes if is_damage(outcome)]
+            verified.update(entry.digest for entry in doubtful)
+        else:
+            beaten = [min(rivals.values(), key=lambda one: one.log_sequence)]
+        for loser in beaten:
+            del entries[loser.digest]
+        losers += beaten
+    for loser in losers:
+        findings.append(chunk_finding(loser, found.geometry, "another chunk has the same units"))
+    report.chunks_dropped_overlap = len(losers)
+    return [(digest, ()) for digest in [*(one.digest for one in losers), *(digest for digest, _ in dropped)]]
+
+
+def _overlaps(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Entry]]:
+    """Some pairs of entries that claim the same units: at least one where there are any."""
+    claims = [(extent, entry) for entry in entries for extent in entry.extents]
     claims.sort(key=lambda claim: claim[0])
-    losers: dict[bytes, Entry] = {}
     end, holder = 0, None
     for (start, count), entry in claims:
         if holder is not None and start < end:
-            loser = min(holder, entry, key=lambda one: one.log_sequence)
-            losers[loser.digest] = loser
-            if loser is entry:
-                continue
-        end, holder = start + count, entry
-    for loser in losers.values():
-        del entries[loser.digest]
-    report.chunks_dropped_overlap = len(losers)
-    return [(digest, ()) for digest in [*losers, *(digest for digest, _ in dropped)]]
+            yield holder, entry
+        if start + count > end:
+            end, holder = start + count, entry
 
 
 def _verify_unsealed(
@@ -294,11 +371,20 @@ def _verify_unsealed(
     layouts: Layouts,
     unsealed: list[Entry],
     report: RecoveryReport,
+    findings: list[Finding],
 ) -> list[Dropped]:
     """Read the payload of the last group's chunks: their page may have landed where their data did not."""
     suspects = [entry for entry in unsealed if entries.get(entry.digest) is entry]
     report.chunks_unsealed = len(suspects)
-    failed = [entry for entry, outcome in verify_chunks(device, found.geometry, suspects, layouts) if outcome]
+    failed = []
+    for entry, outcome in verify_chunks(device, found.geometry, suspects, layouts):
+        if is_damage(outcome):
+            what = "put just before a crash, and its payload did not arrive or is damaged"
+            findings.append(chunk_finding(entry, found.geometry, what))
+            failed.append(entry)
+        elif outcome:
+            what = f"cannot be read just now: {os.strerror(-outcome)} (errno {-outcome})"
+            findings.append(chunk_finding(entry, found.geometry, what, Remedy.KEEP))
     for entry in failed:
         del entries[entry.digest]
     report.chunks_dropped_unsealed = len(failed)
@@ -326,8 +412,35 @@ class _JournalReader:
         return self._pages[offset : offset + PAGE_BYTES]
 
 
+def _read_slots(device: Device, offsets: Sequence[int]) -> list[bytes]:
+    """The bytes of the superblock slots, b"" for those that cannot be read.
+
+    Raises DeviceError where both copies of a generation are in doubt, one of them for an error that may pass:
+    without them the store would go on from an older superblock, whose checkpoint is overwritten.
+    """
+    slots: list[bytes] = []
+    passing: dict[int, DeviceError] = {}
+    for slot_index, offset in enumerate(offsets):
+        try:
+            slots.append(_read_or_blank(device, offset, PAGE_BYTES))
+        except DeviceLost:
+            raise
+        except DeviceError as error:
+            passing[slot_index] = error
+            slots.append(b"")
+    if passing:
+        found = superblock.examine(slots)
+        for slot_index, reason in passing.items():
+            if not isinstance(found[(slot_index + SLOTS_PER_COPY) % SLOT_COUNT], Superblock):
+                raise reason
+    return slots
+
+
 def _read_pages(device: Device, offset_bytes: int, length_bytes: int) -> bytes:
-    """Metadata pages; where a piece cannot be read, page by page, with zeros for those that cannot."""
+    """Metadata pages; where a piece cannot be read, page by page, with zeros for those that cannot.
+
+    Raises DeviceError where one cannot be read just now.
+    """
     try:
         return device.read(offset_bytes, length_bytes)
     except DeviceLost:
@@ -340,11 +453,12 @@ def _read_pages(device: Device, offset_bytes: int, length_bytes: int) -> bytes:
 
 
 def _read_or_blank(device: Device, offset_bytes: int, length_bytes: int) -> bytes:
+    """The bytes there, or none where the medium does not give them. Raises DeviceError for anything else."""
     try:
         return device.read(offset_bytes, length_bytes)
-    except DeviceLost:
-        raise
     except DeviceError as error:
+        if error.errno not in MEDIUM_ERRNOS:
+            raise
         logger.warning("%s", error)
         return b""
 

@@ -75,6 +75,8 @@ class State:
         self.changed = threading.Condition(self.lock)
         """Notified when writes of a wave are over and when a chunk is no longer read."""
         self.counters: Counter[str] = Counter()
+        self.scrub_finished_at = 0.0
+        """When the last pass of a scrub ended (`time.time`); 0 when none has since open."""
         self.claims: set[bytes] = set()
         """Digests of keys being written."""
         self.reserved_record_bytes = 0

@@ -17,7 +17,7 @@ Invariants
   * every transfer is waited for before its memory or its extents are let go, whatever is raised meanwhile.
 
 Not here: the steps of a put (`puts`), of a get (`gets`), what they share (`state`, `waves`), the order of
-metadata writes (`log`), opening (`recovery`), formatting (`create`).
+metadata writes (`log`), opening (`recovery`), formatting (`create`), looking after (`check`, `scrub`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -37,7 +37,7 @@ from typing import Any, Literal, Self, TypeVar
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout
 from blockkv.device import namespace
-from blockkv.device.base import UNIT_BYTES, Device, Priority
+from blockkv.device.base import UNIT_BYTES, Device
 from blockkv.device.engine import NativeDevice
 from blockkv.errors import (
     BatchError,
@@ -53,6 +53,7 @@ from blockkv.errors import (
 from blockkv.format.record import key_digest
 from blockkv.format.superblock import Superblock
 from blockkv.space.allocator import Extent
+from blockkv.store.check import CheckReport, check_store
 from blockkv.store.create import superblock_facts
 from blockkv.store.gets import GetRun
 from blockkv.store.interrupts import interrupts
@@ -60,11 +61,11 @@ from blockkv.store.keys import Key, encode_key
 from blockkv.store.log import write_superblock
 from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
+from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.state import Options, State
-from blockkv.store.verify import verify_chunks
 from blockkv.tensors import Tensors, describe
 
-__all__ = ["CheckReport", "ChunkInfo", "Store", "StoreFuture", "open_store"]
+__all__ = ["ChunkInfo", "Store", "StoreFuture", "open_store"]
 
 logger = logging.getLogger("blockkv")
 
@@ -99,23 +100,6 @@ class ChunkInfo:
     pins: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """Outcome of `Store.check`."""
-
-    chunks: int
-    payload_bytes: int
-    payload_checked: bool
-    damaged_keys: tuple[str | bytes, ...]
-    """Chunks whose bytes did not verify; they were dropped."""
-    problems: tuple[str, ...]
-    """Invariants that do not hold."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems and not self.damaged_keys
-
-
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 """Stores to close at exit, to give up in a forked child, and to compare identities with."""
 
@@ -130,10 +114,12 @@ class Store:
     def __init__(self, device: Device, recovered: Recovered, options: Options) -> None:
         self._state = State(device, recovered, options)
         self._recovery = recovered.report
+        self._findings = recovered.findings
         self._idle = threading.Condition(self._state.lock)
         self._active_count = 0
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
+        self._scrub: Scrub | None = None
         if not self.read_only and options.commit_interval_ms is not None:
             self._state.log.start(options.commit_interval_ms / 1000)
         _open_stores.add(self)
@@ -395,6 +381,8 @@ class Store:
                 "journal_pages_written": log.pages_written,
                 "checkpoints_written": log.checkpoints_written,
                 "checkpoint_s": log.checkpoint_s,
+                "scrub_sequence": log.scrub_sequence,
+                "scrub_finished_at": state.scrub_finished_at,
                 **{name: state.counters[name] for name in COUNTERS},
             }
         return figures | (state.device.counters() if not self._closed else {})
@@ -417,55 +405,111 @@ class Store:
             "recovery": asdict(self._recovery),
         }
 
-    def check(self, payload: bool = False) -> CheckReport:
-        """Verify every invariant of index and free map; with `payload` also every chunk's bytes.
+    def check(
+        self,
+        payload: bool = False,
+        *,
+        repair: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> CheckReport:
+        """Verify index and free map, with `payload` also every chunk's bytes. Reads and writes go on.
 
-        Chunks that do not verify are dropped, as a get would. Reads and writes go on meanwhile.
+        Chunks that do not verify are dropped, as a get would, unless the store is open read-only. An open for
+        writing has dealt with damaged metadata already; one that is read-only leaves it, and reports it here.
+
+        With `repair` that report comes in any case, and all metadata is written again: a new checkpoint, and
+        every superblock slot. Only what cannot be verified is dropped.
+
+        `progress` is called with (bytes done, bytes to do). Raises DeviceLost, StoreReadOnly (`repair`).
         """
-        state = self._state
-        damaged: list[str | bytes] = []
-        problems: list[str] = []
-        with self._operation():
-            with state.lock:
-                entries = state.index.snapshot()
-                total_bytes = state.index.payload_bytes
-                if not (state.claims or state.any_leased()):
-                    live = [extent for entry in entries for extent in entry.extents]
-                    try:
-                        state.allocator.check(live)
-                    except AssertionError as error:
-                        problems.append(f"free map: {error}")
-                if sum(entry.record_bytes for entry in entries) != state.index.record_bytes:
-                    problems.append("index: record bytes do not add up")
-                if sum(entry.payload_bytes for entry in entries) != total_bytes:
-                    problems.append("index: payload bytes do not add up")
-                if payload:
-                    for entry in entries:
-                        state.lease(entry)
-            if payload:
-                damaged = self._check_payload(entries)
-        return CheckReport(len(entries), total_bytes, payload, tuple(damaged), tuple(problems))
+        found_at_open = self._findings if repair or self.read_only else []
+        with self._operation(writing=repair):
+            report = check_store(
+                self._state, found_at_open, payload=payload, repair=repair, progress=progress
+            )
+        if repair:
+            self._findings = []
+        return report
 
-    def _check_payload(self, entries: list[Entry]) -> list[str | bytes]:
-        state = self._state
-        damaged: list[str | bytes] = []
-        held = {id(entry): entry for entry in entries}
-        try:
-            for entry, outcome in verify_chunks(
-                state.device, state.geometry, entries, state.layouts, Priority.PRELOAD
-            ):
-                with state.lock:
-                    if outcome:
-                        damaged.append(entry.key)
-                        state.counters["check_damaged"] += 1
-                        if not self.read_only:
-                            state.drop_damaged(entry)
-                    state.release(held.pop(id(entry)))
-        finally:
-            with state.lock:
-                for entry in held.values():
-                    state.release(entry)
-        return damaged
+    def scrub(
+        self,
+        bytes_per_s: float = DEFAULT_BYTES_PER_S,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ScrubReport:
+        """Read and verify every chunk, at most `bytes_per_s`, after everything else that wants the device.
+
+        Goes on where an earlier scrub stopped, also one before a crash, to the end of the pass. Chunks that
+        do not verify are dropped, as a get would. What is put meanwhile is left to the next pass.
+
+        Ends early when the store is closed or `stop_scrub` is called. Raises InvalidArgument (a scrub is
+        under way), DeviceLost, StoreClosed.
+        """
+        with self._operation():
+            scrub = self._begin_scrub(bytes_per_s, progress)
+            try:
+                return scrub.run()
+            finally:
+                self._end_scrub()
+
+    def start_scrub(
+        self,
+        bytes_per_s: float = DEFAULT_BYTES_PER_S,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> StoreFuture[ScrubReport]:
+        """`scrub` in the background, on a thread of its own, where `progress` is called too.
+
+        The future can be waited for, awaited, or ignored.
+        """
+        future: StoreFuture[ScrubReport] = StoreFuture()
+
+        def carry_out() -> None:
+            report: ScrubReport | None = None
+            problem: BaseException | None = None
+            try:
+                report = scrub.run()
+            except BaseException as error:
+                logger.error("%s: the scrub ended: %s", self._state.device.path, error)
+                problem = error
+            finally:
+                self._end_scrub()
+                self._leave()
+            if problem is not None:
+                future.set_exception(problem)
+            elif report is not None:
+                future.set_result(report)
+
+        future.set_running_or_notify_cancel()
+        with interrupts:
+            self._enter()
+            try:
+                scrub = self._begin_scrub(bytes_per_s, progress)
+                threading.Thread(target=carry_out, name="blockkv-scrub", daemon=True).start()
+            except BaseException:
+                self._leave()
+                raise
+        return future
+
+    def stop_scrub(self) -> None:
+        """End the scrub under way after the few megabytes that it is reading; the next one goes on there."""
+        with self._state.lock:
+            if self._scrub is not None:
+                self._scrub.stop()
+
+    def _begin_scrub(self, bytes_per_s: float, progress: Callable[[int, int], None] | None) -> Scrub:
+        scrub = Scrub(self._state, bytes_per_s, progress)
+        with self._state.lock:
+            if self._scrub is not None:
+                raise InvalidArgument(
+                    f"{self._state.device.path}: a scrub is under way; stop_scrub() ends it"
+                )
+            self._scrub = scrub
+        return scrub
+
+    def _end_scrub(self) -> None:
+        with self._state.lock:
+            self._scrub = None
 
     def close(self) -> None:
         """Wait for operations under way, make everything durable, write a checkpoint, let the device go.
@@ -483,6 +527,8 @@ class Store:
             if self._closed:
                 return
             self._closed = "the store was closed"
+            if self._scrub is not None:
+                self._scrub.stop()
             self._idle.wait_for(lambda: self._active_count == 0)
         state.log.stop()
         try:
@@ -593,6 +639,11 @@ COUNTERS = (
     "chunks_evicted",
     "bytes_evicted",
     "chunks_dropped_damaged",
+    "scrub_chunks",
+    "scrub_bytes",
+    "scrub_damaged",
+    "scrub_transient_error",
+    "scrub_passes",
 )
 """Counters of `Store.stats`, named after the place where something was found."""
 
@@ -649,9 +700,10 @@ def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool
         raise DeviceReadOnly(f"{device.path} is read-only; open it with read_only=True")
     if not read_only:
         device.flush()
-    found = read_superblock(device)
+    found, slot_findings = read_superblock(device)
     _refuse_second_open(device, found, by_path)
     recovered = recover(device, found)
+    recovered.findings[:0] = slot_findings
     if read_only:
         recovered.read_only_reason = "it was opened read-only"
     if not recovered.read_only_reason:

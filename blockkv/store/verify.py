@@ -6,11 +6,14 @@ that was reused too early, all fail the same comparison.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 from collections.abc import Iterable, Iterator, Sequence
 
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout, Layouts
-from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority
+from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority, device_error
+from blockkv.errors import DeviceLost
 from blockkv.format import record
 from blockkv.format.geometry import Geometry, leaf_bytes_for
 from blockkv.memory import aligned_memory
@@ -18,6 +21,17 @@ from blockkv.space.allocator import Extent
 
 VERIFY_BYTES = 32 << 20
 """Payload read per batch when chunks are checked without a caller's memory to read them into."""
+
+MEDIUM_ERRNOS = frozenset((errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EREMOTEIO))
+"""What the kernel answers for a sector that cannot be read (`blk_errors` in block/blk-core.c). Anything else,
+from no memory to a bad address of the caller, says nothing about the medium: it may pass."""
+WRONG_BYTES = 1
+"""The outcome of reading a chunk whose bytes are not those that were put."""
+
+
+def is_damage(outcome: int) -> bool:
+    """Whether `outcome`, of `Verifier.verify` or of a transfer, says that the chunk is gone for good."""
+    return outcome == WRONG_BYTES or -outcome in MEDIUM_ERRNOS
 
 
 def root_checksum(digest: bytes, payload_bytes: int, layout: Layout, leaves: bytes) -> bytes:
@@ -31,50 +45,73 @@ def device_extents(geometry: Geometry, extents: Iterable[Extent]) -> list[tuple[
     return [(base + start * UNIT_BYTES, count * UNIT_BYTES) for start, count in extents]
 
 
-def verify_chunks(
-    device: Device,
-    geometry: Geometry,
-    entries: Sequence[Entry],
-    layouts: Layouts,
-    priority: Priority = Priority.LOAD,
-) -> Iterator[tuple[Entry, int]]:
-    """Read every chunk and compare it with its record.
+class Verifier:
+    """Reads chunks into memory of its own and compares them with their records."""
 
-    Yields (entry, outcome): 0 when exact, 1 when the bytes differ, or the negative errno of the read.
-    """
-    if not entries:
-        return
-    import torch  # takes seconds to import; without payload to read nobody needs it
+    def __init__(self, device: Device, geometry: Geometry, priority: Priority = Priority.LOAD) -> None:
+        self._device = device
+        self._geometry = geometry
+        self._priority = priority
+        self._memory = memoryview(b"")
 
-    total_bytes = sum(entry.units for entry in entries) * UNIT_BYTES
-    longest_bytes = max(entry.units for entry in entries) * UNIT_BYTES
-    memory_bytes = max(longest_bytes, min(total_bytes, VERIFY_BYTES))
-    memory = torch.frombuffer(aligned_memory(memory_bytes), dtype=torch.uint8)
-    for wave in _waves(entries, memory.nbytes):
-        batch = Batch(Direction.READ, priority)
-        batch.keepalive.append(memory)
-        address = memory.data_ptr()
-        for entry in wave:
+    def verify(self, chunks: Sequence[tuple[Entry, Layout]]) -> list[int]:
+        """One outcome a chunk: 0 when exact, WRONG_BYTES, or the negative errno of the read.
+
+        One batch, and memory for all of it. What fails is read once more, by itself: a single read says
+        little about what is on the medium. Raises DeviceLost.
+        """
+        if not chunks:
+            return []
+        return [
+            outcome and self._read([chunk])[0]
+            for chunk, outcome in zip(chunks, self._read(chunks), strict=True)
+        ]
+
+    def _read(self, chunks: Sequence[tuple[Entry, Layout]]) -> list[int]:
+        address = self._address(sum(entry.units for entry, _ in chunks) * UNIT_BYTES)
+        batch = Batch(Direction.READ, self._priority)
+        batch.keepalive.append(self._memory)
+        for entry, _ in chunks:
             batch.add(
                 entry.payload_bytes,
-                device_extents(geometry, entry.extents),
+                device_extents(self._geometry, entry.extents),
                 [(address, entry.payload_bytes)],
                 leaf_bytes_for(entry.payload_bytes),
             )
             address += entry.units * UNIT_BYTES
-        device.submit(batch)
-        device.wait(batch)
-        for position, entry in enumerate(wave):
+        self._device.submit(batch)
+        self._device.wait(batch)
+        outcomes = []
+        for position, (entry, layout) in enumerate(chunks):
             code = batch.result(position)
-            if code == 0:
-                root = root_checksum(
-                    entry.digest, entry.payload_bytes, layouts[entry.layout_id], batch.leaves(position)
-                )
-                code = int(root != entry.root)
-            yield entry, code
+            if code:
+                error = device_error(self._device.path, f"reading {entry.payload_bytes} bytes", code)
+                if isinstance(error, DeviceLost):
+                    raise error
+            else:
+                leaves = batch.leaves(position)
+                root = root_checksum(entry.digest, entry.payload_bytes, layout, leaves)
+                code = WRONG_BYTES if root != entry.root else 0
+            outcomes.append(code)
+        return outcomes
+
+    def _address(self, size_bytes: int) -> int:
+        if len(self._memory) < size_bytes:
+            self._memory = aligned_memory(size_bytes)
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) if self._memory else 0
 
 
-def _waves(entries: Sequence[Entry], limit_bytes: int) -> Iterator[list[Entry]]:
+def verify_chunks(
+    device: Device, geometry: Geometry, entries: Sequence[Entry], layouts: Layouts
+) -> Iterator[tuple[Entry, int]]:
+    """Read every chunk and compare it with its record: (entry, outcome) for each. Raises DeviceLost."""
+    verifier = Verifier(device, geometry)
+    for wave in in_waves(entries, VERIFY_BYTES):
+        yield from zip(wave, verifier.verify([(one, layouts[one.layout_id]) for one in wave]), strict=True)
+
+
+def in_waves(entries: Iterable[Entry], limit_bytes: int) -> Iterator[list[Entry]]:
+    """`entries` in lists of at most `limit_bytes` on the device; a longer one is alone."""
     wave: list[Entry] = []
     wave_bytes = 0
     for entry in entries:

@@ -22,7 +22,7 @@ MAIN = [sys.executable, "-c", "from blockkv.cli import main; main()"]
 
 def test_help_names_every_command_and_exit_code() -> None:
     text = answered("--help").out
-    for name in ("format", "info", "ls", "put", "get", "rm", "check", "inspect", "bench", "demo"):
+    for name in ("format", "info", "ls", "put", "get", "rm", "check", "scrub", "inspect", "bench", "demo"):
         assert f"\n  {name} " in text
     for code, meaning in MEANINGS.items():
         assert meaning in text
@@ -40,7 +40,7 @@ def test_every_command_has_help_json_and_debug() -> None:
         return found
 
     every = commands(cli, [])
-    assert len(every) == 14
+    assert len(every) == 15
     for words in every:
         text = answered(*words, "--help").out
         assert "--json" in text, words

@@ -1,4 +1,4 @@
-"""format, info and check: what they do, what they refuse, and with which exit code."""
+"""format and info: what they do, what they refuse, and with which exit code; whom a store in use refuses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,10 @@ def test_format_refuses_a_file_system_and_a_mount_even_when_forced(loop_device, 
     answered("format", device, "--force")
 
 
-@pytest.mark.parametrize("command", [["format", "--force"], ["info"], ["ls"], ["check"], ["rm", "key"]])
+@pytest.mark.parametrize(
+    "command",
+    [["format", "--force"], ["info"], ["ls"], ["check"], ["check", "--repair"], ["scrub"], ["rm", "key"]],
+)
 def test_a_store_in_use_is_refused(store: Path, command: list[str]) -> None:
     with blockkv.open(store):
         answer = answered(command[0], store, *command[1:], "--json", code=ExitCode.REFUSED)
@@ -142,38 +145,3 @@ def test_info(store: Path, payload: Path) -> None:
     text = answered("info", store).out
     assert "test store" in text
     assert "MiB)" in text
-
-
-def test_check_of_a_sound_store(store: Path, payload: Path) -> None:
-    answered("put", store, "key", payload)
-    document = json_answer("check", store, "--payload")
-    assert document == {
-        "ok": True,
-        "chunks": 1,
-        "payload_bytes": 300_001,
-        "payload_checked": True,
-        "damaged_keys": [],
-        "problems": [],
-    }
-    assert answered("check", store).out.startswith("ok: 1 chunks, ")
-
-
-def test_check_finds_damaged_payload(store: Path, payload: Path) -> None:
-    answered("put", store, "good", payload)
-    answered("put", store, "bad", payload)
-    damage(store, "bad", at_byte=200_000)
-    document = json_answer("check", store, "--payload", code=ExitCode.NEGATIVE)
-    assert document["ok"] is False
-    assert document["damaged_keys"] == ["bad"]
-    assert "damaged: bad" in answered("check", store, "--payload", code=ExitCode.NEGATIVE).out
-    assert json_answer("check", store)["ok"] is True, "without --payload the payload is not read"
-
-
-def damage(store: Path, key: str, at_byte: int) -> None:
-    """Flip one bit of a chunk's payload on the device."""
-    extent = json_answer("inspect", "chunk", store, key)["extents"][0]
-    with store.open("r+b") as file:
-        file.seek(extent["offset_bytes"] + at_byte)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))

@@ -62,6 +62,7 @@ def superblock(**changes: object) -> Superblock:
         "namespace_eui64": bytes(range(32, 40)),
         "namespace_serial": "S5XXNG0R",
         "label": "prefix cache",
+        "scrub_sequence": 50,
     }
     return Superblock(**{**values, **changes})  # type: ignore[arg-type]
 

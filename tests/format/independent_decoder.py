@@ -54,7 +54,7 @@ def superblock(slot: bytes, slot_index: int) -> dict[str, Any]:
     need(u64(slot, 56) == 0, "incompat feature")
     need(u32(slot, 100) == 4096, "page size")
     need(u32(slot, 104) == 131072, "run size")
-    need(not any(slot[496:1536]), "reserved")
+    need(not any(slot[504:1536]), "reserved")
     return {
         "uuid": slot[32:48],
         "generation": u64(slot, 48),
@@ -86,6 +86,7 @@ def superblock(slot: bytes, slot_index: int) -> dict[str, Any]:
         "namespace_eui64": slot[384:392],
         "namespace_serial": text(slot, 392, 40),
         "label": text(slot, 432, 64),
+        "scrub_sequence": u64(slot, 496),
         "reserved": slot[1536:4096],
     }
 

@@ -154,6 +154,7 @@ def test_a_torn_slot_is_the_old_one_the_new_one_or_nothing() -> None:
         (forged(epoch=1 << 62), FAULT.COUNTERS),
         (forged(log_sequence=(1 << 64) - 1), FAULT.COUNTERS),
         (forged(replay_from_sequence=1 << 62), FAULT.COUNTERS),
+        (forged(scrub_sequence=1 << 62), FAULT.COUNTERS),
         (forged(replay_from_sequence=0), FAULT.ANCHORS),
         (forged(epoch_start_sequence=9 + GEOMETRY.journal_pages + 1), FAULT.ANCHORS),
         (forged(clean=2), FAULT.FLAGS),
