@@ -142,3 +142,9 @@ class Index:
     def snapshot(self) -> list[Entry]:
         """All entries in eviction order, as of now."""
         return list(self._entries.values())
+
+    def by_log_sequence(self, after_sequence: int) -> tuple[list[bytes], int]:
+        """The digests of chunks with a later log sequence, in its order, and their payload bytes in all."""
+        later = [entry for entry in self if entry.log_sequence > after_sequence]
+        later.sort(key=lambda entry: entry.log_sequence)
+        return [entry.digest for entry in later], sum(entry.payload_bytes for entry in later)

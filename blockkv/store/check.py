@@ -60,13 +60,14 @@ def check_store(
     """Carry out `Store.check`. `found_at_open` is what is still wrong with the metadata on the device."""
     findings = list(found_at_open)
     with state.lock:
-        entries = state.index.snapshot()
+        chunk_count = len(state.index)
+        digests, _ = state.index.by_log_sequence(-1) if payload else ([], 0)
         total_bytes = state.index.payload_bytes
         findings += _disagreements(state)
     if payload:
         writable = not state.read_only_reason
         done_bytes = 0
-        for wave in sweep(state, entries, drop=writable):
+        for wave in sweep(state, digests, drop=writable):
             for entry, outcome in wave:
                 done_bytes += entry.payload_bytes
                 if not outcome:
@@ -86,7 +87,7 @@ def check_store(
     if repair:
         state.log.checkpoint()
         state.log.renew_superblock(SLOTS_PER_COPY)
-    return CheckReport(len(entries), total_bytes, payload, repair, tuple(findings))
+    return CheckReport(chunk_count, total_bytes, payload, repair, tuple(findings))
 
 
 def _disagreements(state: State) -> list[Finding]:

@@ -119,6 +119,11 @@ class Log:
         self._tail.next_log_sequence += 1
         return number
 
+    @property
+    def newest_log_sequence(self) -> int:
+        """The number of the last record."""
+        return self._tail.next_log_sequence - 1
+
     def append(self, records: Iterable[bytes]) -> int:
         """Add encoded records to the pending group and return its number. Store lock held."""
         group = self._pending

@@ -22,17 +22,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from blockkv.catalog.index import Entry
+from blockkv.catalog.layouts import Layout
 from blockkv.device.base import UNIT_BYTES, Priority
 from blockkv.errors import BlockKVError, InvalidArgument
 from blockkv.store.interrupts import interrupts
 from blockkv.store.state import State
-from blockkv.store.verify import VERIFY_BYTES, Verifier, in_waves, is_damage
+from blockkv.store.verify import VERIFY_BYTES, Verifier, is_damage
 
 __all__ = ["DEFAULT_BYTES_PER_S", "Scrub", "ScrubReport", "TokenBucket", "sweep"]
 
@@ -41,6 +40,7 @@ logger = logging.getLogger("blockkv")
 DEFAULT_BYTES_PER_S = 200 << 20
 WAVE_BYTES = 8 << 20
 """Read at a time at most, and for as long as that takes nobody can reuse what was deleted meanwhile."""
+WAVE_CHUNKS = 1024
 WAVE_S = 0.25
 """A slow scrub reads less at a time, so that it reads evenly and ends promptly."""
 SAVE_INTERVAL_S = 60.0
@@ -73,31 +73,39 @@ class TokenBucket:
 
 
 def sweep(
-    state: State, entries: list[Entry], wave_bytes: int = VERIFY_BYTES, *, drop: bool = True
+    state: State, digests: Sequence[bytes], wave_bytes: int = VERIFY_BYTES, *, drop: bool = True
 ) -> Iterator[list[tuple[Entry, int]]]:
-    """Verify those of `entries` that are still stored, and yield (entry, outcome) for each of a wave.
+    """Verify the chunks with these digests that are still there; yield (entry, outcome) for each of a wave.
 
     With `drop` damaged chunks are dropped. Nothing is leased or locked while a wave is yielded. Raises
     DeviceLost.
     """
     verifier = Verifier(state.device, state.geometry, SWEEP_PRIORITY)
-    for wave in in_waves(entries, wave_bytes):
+    place = 0
+    while place < len(digests):
+        live: list[tuple[Entry, Layout]] = []
+        room_bytes = wave_bytes
         with state.lock:
-            live = [entry for entry in wave if state.index.get(entry.digest) is entry]
-            chunks = [(entry, state.layouts[entry.layout_id]) for entry in live]
-            for entry in live:
-                state.lease(entry)
+            for digest in digests[place : place + WAVE_CHUNKS]:
+                entry = state.index.get(digest)
+                if entry is not None:
+                    room_bytes -= entry.units * UNIT_BYTES
+                    if live and room_bytes < 0:
+                        break
+                    state.lease(entry)
+                    live.append((entry, state.layouts[entry.layout_id]))
+                place += 1
         outcomes: list[int] = []
         try:
-            outcomes = verifier.verify(chunks)
+            outcomes = verifier.verify(live)
         finally:
             with state.changing:
-                for entry, outcome in zip(live, outcomes, strict=False):  # none where reading them raised
+                for (entry, _), outcome in zip(live, outcomes, strict=False):  # none where reading raised
                     if drop and is_damage(outcome):
                         state.drop_damaged(entry)
-                for entry in live:
+                for entry, _ in live:
                     state.release(entry)
-        yield list(zip(live, outcomes, strict=True))
+        yield [(entry, outcome) for (entry, _), outcome in zip(live, outcomes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +164,10 @@ class Scrub:
         chunks = payload_bytes = 0
         with state.lock:
             begun_at = state.log.scrub_sequence
-            entries = state.index.snapshot()
-        entries = _by_sequence(entries, begun_at)
-        total_bytes = sum(entry.payload_bytes for entry in entries)
+            newest = state.log.newest_log_sequence
+            digests, total_bytes = state.index.by_log_sequence(begun_at or -1)
         finished = not self._stopped.is_set()
-        for wave in sweep(state, entries if finished else [], self._wave_bytes):
+        for wave in sweep(state, digests if finished else [], self._wave_bytes):
             wave_bytes = sum(entry.payload_bytes for entry, _ in wave)
             with state.lock:
                 for entry, outcome in wave:
@@ -174,8 +181,9 @@ class Scrub:
                 state.counters["scrub_transient_error"] += sum(
                     outcome != 0 and not is_damage(outcome) for _, outcome in wave
                 )
-                if wave:
-                    state.log.scrub_sequence = wave[-1][0].log_sequence
+                # A key that was deleted and put again meanwhile is further on than where it was found.
+                passed = [entry.log_sequence for entry, _ in wave if entry.log_sequence <= newest]
+                state.log.scrub_sequence = max(passed, default=state.log.scrub_sequence)
             chunks += len(wave)
             payload_bytes += wave_bytes
             if self._progress is not None:
@@ -208,12 +216,3 @@ class Scrub:
             log.renew_superblock()
         except BlockKVError as error:
             logger.error("scrub: %s", error)  # reading goes on
-
-
-def _by_sequence(entries: list[Entry], after_sequence: int) -> list[Entry]:
-    """The entries with a log sequence above `after_sequence`, in that order."""
-    sequences = np.fromiter((entry.log_sequence for entry in entries), np.uint64, len(entries))
-    # numpy lets other threads run while it sorts a million of them; `sorted` does not.
-    order = np.argsort(sequences, kind="stable")
-    done_count = np.searchsorted(sequences[order], np.uint64(after_sequence), "right")
-    return [entries[index] for index in order[done_count:]]
