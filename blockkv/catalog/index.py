@@ -13,13 +13,21 @@ Not here: I/O, the free map, when a removed entry's extents may be reused (`bloc
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 
 from blockkv.format import record
 from blockkv.format.geometry import unit_count
 from blockkv.format.record import summary_of
+from blockkv.format.scan import PutTable
 from blockkv.space.allocator import Extent
+
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
 
 
 class Entry:
@@ -95,56 +103,157 @@ class Entry:
 
 
 class Index:
-    """Chunks by digest, least recently used first: `entries` in that order, to begin with."""
+    """Chunks by digest, least recently used first.
 
-    def __init__(self, entries: Mapping[bytes, Entry] | None = None) -> None:
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict(entries or {})
-        self.record_bytes = sum(entry.record_bytes for entry in self)
-        self.payload_bytes = sum(entry.payload_bytes for entry in self)
+    What a checkpoint held stays in the tables it was read into, and becomes an `Entry` when somebody asks for
+    it: a store of a million chunks opens in little more than the time it takes to read them.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._slots: OrderedDict[bytes, Entry | int] = OrderedDict()
+        """An entry, or the place of one: number of the table << _ROW_BITS | row."""
+        self._made: set[Entry] = set()
+        """The entries among the slots: few beside the rows, after opening a large store."""
+        self._tables: list[PutTable] = []
+        self._in_table: list[NDArray[np.bool_]] = []
+        """Per table, which rows are chunks of this index that have no `Entry` yet."""
+        self.record_bytes = 0
+        self.payload_bytes = 0
+        for entry in entries:
+            self.insert(entry)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._slots)
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._entries
+        return digest in self._slots
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        return map(self._entry, self._slots, self._slots.values())
+
+    def load(self, table: PutTable) -> None:
+        """Add a table of checked records, most recently used last. Of one digest the last record counts."""
+        first, expected = len(self._tables) << _ROW_BITS, len(self) + len(table)
+        self._tables.append(table)
+        self._in_table.append(np.ones(len(table), np.bool_))
+        self.record_bytes += int(table.record_bytes.sum())
+        self.payload_bytes += int(table.payload_bytes.sum())
+        self._slots.update(zip(table.digests(), range(first, first + len(table)), strict=True))
+        if len(self) != expected:
+            self._recount()
+
+    def _recount(self) -> None:
+        for rows in self._in_table:
+            rows[:] = False
+        for slot in self._slots.values():
+            if isinstance(slot, int):
+                self._in_table[slot >> _ROW_BITS][slot & _ROW_MASK] = True
+        self._made = {slot for slot in self._slots.values() if isinstance(slot, Entry)}
+        made = sum(entry.record_bytes for entry in self._made)
+        self.record_bytes = made + int(self._column("record_bytes").sum())
+        made = sum(entry.payload_bytes for entry in self._made)
+        self.payload_bytes = made + int(self._column("payload_bytes").sum())
 
     def get(self, digest: bytes) -> Entry | None:
         """The entry, without touching its place in the eviction order."""
-        return self._entries.get(digest)
+        slot = self._slots.get(digest)
+        return slot if slot is None else self._entry(digest, slot)
+
+    def _entry(self, digest: bytes, slot: Entry | int) -> Entry:
+        if not isinstance(slot, int):
+            return slot
+        number, row = slot >> _ROW_BITS, slot & _ROW_MASK
+        table = self._tables[number]
+        entry = Entry(digest, int(table.log_sequence[row]), table.raw(row))
+        self._slots[digest] = entry
+        self._made.add(entry)
+        self._in_table[number][row] = False
+        return entry
 
     def touch(self, digest: bytes) -> None:
         """Make an entry the last to be evicted. Unknown digests are ignored."""
-        if digest in self._entries:
-            self._entries.move_to_end(digest)
+        if digest in self._slots:
+            self._slots.move_to_end(digest)
 
     def insert(self, entry: Entry) -> None:
         """Add an entry, most recently used. The digest must not be present."""
-        assert entry.digest not in self._entries
-        self._entries[entry.digest] = entry
+        assert entry.digest not in self._slots
+        self._slots[entry.digest] = entry
+        self._made.add(entry)
         self.record_bytes += entry.record_bytes
         self.payload_bytes += entry.payload_bytes
 
     def remove(self, digest: bytes) -> Entry | None:
         """Take an entry out, or None if there is none."""
-        entry = self._entries.pop(digest, None)
+        entry = self.get(digest)
         if entry is not None:
+            del self._slots[digest]
+            self._made.remove(entry)
             self.record_bytes -= entry.record_bytes
             self.payload_bytes -= entry.payload_bytes
         return entry
 
+    def add_tail(self, digest: bytes, log_sequence: int, raw: bytes) -> None:
+        """Give the entry of that log sequence the rest of its key. Without one nothing happens."""
+        entry = self.get(digest)
+        if entry is not None and entry.log_sequence == log_sequence:
+            self.record_bytes += len(raw) - len(entry.tail)
+            entry.tail = raw
+
     def victims(self) -> Iterator[Entry]:
         """Entries that may leave, first to go first. Do not change the index while iterating."""
-        return (entry for entry in self._entries.values() if not (entry.leases or entry.pins))
+        return (entry for entry in self if not (entry.leases or entry.pins))
+
+    def any_leased(self) -> bool:
+        """Whether transfers are in flight on any entry."""
+        return any(entry.leases for entry in self._made)
 
     def snapshot(self) -> list[Entry]:
         """All entries in eviction order, as of now."""
-        return list(self._entries.values())
+        return list(self)
+
+    def records(self) -> list[bytes]:
+        """The encoded records of all chunks in eviction order."""
+        found: list[bytes] = []
+        for slot in self._slots.values():
+            if isinstance(slot, int):
+                found.append(self._tables[slot >> _ROW_BITS].raw(slot & _ROW_MASK))
+            else:
+                found.extend(slot.records)
+        return found
+
+    def extents(self) -> NDArray[np.int64]:
+        """(start, units) of every extent of every chunk, in no order."""
+        listed = [extent for entry in self._made for extent in entry.extents]
+        table = np.column_stack((self._column("start_unit"), self._column("units")))
+        return np.concatenate((np.array(listed, np.int64).reshape(-1, 2), table))
+
+    def shapes(self) -> Counter[tuple[int, int]]:
+        """How many chunks there are of each (layout id, payload bytes)."""
+        found = Counter((entry.layout_id, entry.payload_bytes) for entry in self._made)
+        # Payload of what is in tables has 26 bits at most.
+        joint = self._column("layout_id") << 32 | self._column("payload_bytes")
+        for key, count in zip(*np.unique(joint, return_counts=True), strict=True):
+            found[int(key) >> 32, int(key) & 0xFFFFFFFF] += int(count)
+        return found
 
     def by_log_sequence(self, after_sequence: int) -> tuple[list[bytes], int]:
         """The digests of chunks with a later log sequence, in its order, and their payload bytes in all."""
-        later = [entry for entry in self if entry.log_sequence > after_sequence]
-        later.sort(key=lambda entry: entry.log_sequence)
-        return [entry.digest for entry in later], sum(entry.payload_bytes for entry in later)
+        made = [entry for entry in self._made if entry.log_sequence > after_sequence]
+        sequences = [np.array([entry.log_sequence for entry in made], np.int64)]
+        digests = [entry.digest for entry in made]
+        payload_bytes = sum(entry.payload_bytes for entry in made)
+        for table, rows in zip(self._tables, self._in_table, strict=True):
+            wanted = rows & (table.log_sequence > after_sequence)
+            sequences.append(table.log_sequence[wanted])
+            digests += itertools.compress(table.digests(), wanted)
+            payload_bytes += int(table.payload_bytes[wanted].sum())
+        order = np.argsort(np.concatenate(sequences), kind="stable").tolist()
+        return [digests[place] for place in order], payload_bytes
+
+    def _column(self, name: str) -> NDArray[np.int64]:
+        """One field of all chunks that are still in tables."""
+        columns = [
+            getattr(table, name)[rows] for table, rows in zip(self._tables, self._in_table, strict=True)
+        ]
+        return np.concatenate([*columns, np.zeros(0, np.int64)])

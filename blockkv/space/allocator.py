@@ -21,8 +21,8 @@ Not here: I/O, locking (callers serialise), and when a delete is durable (`block
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,12 +70,12 @@ class Allocator:
             self.free_units = data_units
 
     @classmethod
-    def from_live(cls, data_units: int, live_extents: Iterable[Extent]) -> Allocator:
-        """The free map beside `live_extents`, in any order.
+    def from_live(cls, data_units: int, live_extents: NDArray[np.int64] | Sequence[Extent]) -> Allocator:
+        """The free map beside `live_extents`, in any order: rows of (start, units).
 
         Raises FormatError when two of them overlap, or one is not inside the data zone, naming them.
         """
-        flat = np.fromiter(chain.from_iterable(live_extents), np.int64).reshape(-1, 2)
+        flat = np.asarray(live_extents, np.int64).reshape(-1, 2)
         starts, counts = flat[np.argsort(flat[:, 0], kind="stable")].T
         ends = starts + counts
         for index in np.flatnonzero((starts < 0) | (counts <= 0) | (ends > data_units))[:1]:

@@ -21,10 +21,11 @@ import gc
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from blockkv.catalog.index import Entry, Index
 from blockkv.catalog.layouts import Layout, Layouts
@@ -36,7 +37,8 @@ from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, SLOTS_PER_COPY, slot
 from blockkv.format.journal import EndReason, Replay, ReplayEnd, page_index
 from blockkv.format.page import COUNTER_LIMIT
 from blockkv.format.record import LayoutRecord, Operation, RecordView
-from blockkv.format.superblock import Superblock
+from blockkv.format.scan import PutTable
+from blockkv.format.superblock import Superblock, SuperblockRejected
 from blockkv.space.allocator import Allocator, Extent
 from blockkv.store.finding import Finding, Remedy, chunk_finding, slot_findings
 from blockkv.store.log import Tail
@@ -106,16 +108,16 @@ def read_superblock(device: Device) -> tuple[Superblock, list[Finding]]:
     if size_bytes < SMALLEST_BYTES:
         superblock.choose([bytes(PAGE_BYTES)] * SLOT_COUNT)  # says what it misses
     offsets = slot_offsets(size_bytes)
-    slots = _read_slots(device, offsets)
-    found = superblock.choose(slots)
+    slots = _examine_slots(device, offsets)
+    found = superblock.newest_of(slots)
     if found.geometry.device_bytes > size_bytes:
         raise DeviceTooSmall(
             f"{device.path} has {size_bytes} bytes, but the store {found.uuid_text} on it was formatted for "
             f"{found.geometry.device_bytes}: the device shrank or this is a truncated copy"
         )
     if found.geometry.slot_offsets != offsets:  # the device has grown: its end is not the store's
-        slots = _read_slots(device, found.geometry.slot_offsets)
-        found = superblock.choose(slots)
+        slots = _examine_slots(device, found.geometry.slot_offsets)
+        found = superblock.newest_of(slots)
     return found, slot_findings(slots, found)
 
 
@@ -127,21 +129,20 @@ def recover(device: Device, found: Superblock) -> Recovered:
     report = RecoveryReport(was_clean=found.clean)
     findings: list[Finding] = []
     with _no_garbage_collection():
-        entries, layouts = _load_checkpoint(device, found, report, findings)
-        report.checkpoint_chunks = len(entries)
-        end, last_log_sequence, unsealed = _replay(device, found, entries, layouts, report, findings)
-        dropped = _drop_without_layout(entries, layouts, found, report, findings)
-        dropped += _verify_unsealed(device, found, entries, layouts, unsealed, report, findings)
+        index, layouts = _load_checkpoint(device, found, report, findings)
+        report.checkpoint_chunks = len(index)
+        end, last_log_sequence, unsealed = _replay(device, found, index, layouts, report, findings)
+        dropped = _drop_without_layout(index, layouts, found, report, findings)
+        dropped += _verify_unsealed(device, found, index, layouts, unsealed, report, findings)
         try:
-            allocator = _allocator_beside(entries, dropped, found)
+            allocator = _allocator_beside(index, dropped, found)
         except FormatError as error:
             logger.warning("%s: %s", device.path, error)
-            dropped = _resolve_overlaps(device, found, entries, layouts, dropped, report, findings)
-            allocator = _allocator_beside(entries, dropped, found)
-        for layout_id, count in Counter(entry.layout_id for entry in entries.values()).items():
+            dropped = _resolve_overlaps(device, found, index, layouts, dropped, report, findings)
+            allocator = _allocator_beside(index, dropped, found)
+        for (layout_id, _), count in index.shapes().items():
             layouts.refer(layout_id, count)
         layouts.forget_unused()
-        index = Index(entries)
     tail = Tail(end.next_sequence, end.predecessor, end.sealed_sequence, last_log_sequence + 1)
     _tell(device, report)
     return Recovered(
@@ -197,8 +198,8 @@ def boot_id() -> str:
 
 def _load_checkpoint(
     device: Device, found: Superblock, report: RecoveryReport, findings: list[Finding]
-) -> tuple[dict[bytes, Entry], Layouts]:
-    entries: dict[bytes, Entry] = {}
+) -> tuple[Index, Layouts]:
+    index = Index()
     layouts = Layouts(found.next_layout_id)
     zone = found.checkpoint_zone
     length_bytes = found.checkpoint_page_count * PAGE_BYTES
@@ -207,11 +208,12 @@ def _load_checkpoint(
         for done in range(0, length_bytes, READ_AHEAD_BYTES)
     )
     reader = CheckpointReader(pieces, found)
-    for view in reader:
-        if view[0] == Operation.PUT:
-            entries[view[2]] = Entry(view[2], view[1], view[3])
+    for run in reader.runs():
+        if isinstance(run, PutTable):
+            index.load(run)
         else:
-            _apply(view, entries, layouts)
+            for view in run:
+                _apply(view, index, layouts)
     report.checkpoint_pages_damaged = reader.damaged_pages
     report.checkpoint_records_lost = reader.lost_records
     findings.extend(
@@ -220,16 +222,14 @@ def _load_checkpoint(
     )
     if reader.lost_records:
         what = f"{reader.lost_records} of {found.checkpoint_record_count} records are lost with its pages"
-        findings.append(
-            Finding("checkpoint", what, Remedy.NEW_CHECKPOINT, offset_bytes=zone.offset_bytes)
-        )
-    return entries, layouts
+        findings.append(Finding("checkpoint", what, Remedy.NEW_CHECKPOINT, offset_bytes=zone.offset_bytes))
+    return index, layouts
 
 
 def _replay(
     device: Device,
     found: Superblock,
-    entries: dict[bytes, Entry],
+    index: Index,
     layouts: Layouts,
     report: RecoveryReport,
     findings: list[Finding],
@@ -247,7 +247,7 @@ def _replay(
             if log_sequence <= found.log_sequence:
                 continue
             last_log_sequence = max(last_log_sequence, log_sequence)
-            entry = _apply(view, entries, layouts)
+            entry = _apply(view, index, layouts)
             if entry is not None:
                 put_in_page.append((page.sequence, entry))
     end = replay.end
@@ -261,20 +261,18 @@ def _replay(
     return end, last_log_sequence, unsealed
 
 
-def _apply(view: RecordView, entries: dict[bytes, Entry], layouts: Layouts) -> Entry | None:
+def _apply(view: RecordView, index: Index, layouts: Layouts) -> Entry | None:
     """One record's effect. Returns the entry that a PUT made."""
     operation, log_sequence, digest, raw = view
     if operation == Operation.PUT:
         entry = Entry(digest, log_sequence, raw)
-        entries.pop(digest, None)
-        entries[digest] = entry
+        index.remove(digest)
+        index.insert(entry)
         return entry
     if operation == Operation.DELETE:
-        entries.pop(digest, None)
+        index.remove(digest)
     elif operation == Operation.KEY_TAIL:
-        owner = entries.get(digest)
-        if owner is not None and owner.log_sequence == log_sequence:
-            owner.tail = raw
+        index.add_tail(digest, log_sequence, raw)
     else:
         defined = record.decode(raw)
         assert isinstance(defined, LayoutRecord)
@@ -287,7 +285,7 @@ def _apply(view: RecordView, entries: dict[bytes, Entry], layouts: Layouts) -> E
 
 
 def _drop_without_layout(
-    entries: dict[bytes, Entry],
+    index: Index,
     layouts: Layouts,
     found: Superblock,
     report: RecoveryReport,
@@ -299,10 +297,14 @@ def _drop_without_layout(
         # A dtype that this torch does not know yet or any more says nothing against the chunk.
         with contextlib.suppress(InvalidArgument):
             sizes[layout_id] = layout.payload_bytes
-    suspects = [entry for entry in entries.values() if sizes.get(entry.layout_id) != entry.payload_bytes]
-    lost = [entry for entry in suspects if entry.layout_id in sizes or entry.layout_id not in layouts]
+    unusable = {
+        (layout_id, payload_bytes)
+        for layout_id, payload_bytes in index.shapes()
+        if sizes.get(layout_id) != payload_bytes and (layout_id in sizes or layout_id not in layouts)
+    }
+    lost = [one for one in index if (one.layout_id, one.payload_bytes) in unusable] if unusable else []
     for entry in lost:
-        del entries[entry.digest]
+        index.remove(entry.digest)
         size_bytes = sizes.get(entry.layout_id)
         what = (
             f"its layout, number {entry.layout_id}, is lost"
@@ -314,16 +316,16 @@ def _drop_without_layout(
     return [(entry.digest, entry.extents) for entry in lost]
 
 
-def _allocator_beside(entries: dict[bytes, Entry], dropped: list[Dropped], found: Superblock) -> Allocator:
-    live = [extent for entry in entries.values() for extent in entry.extents]
-    live += [extent for _, extents in dropped for extent in extents]
+def _allocator_beside(index: Index, dropped: list[Dropped], found: Superblock) -> Allocator:
+    more = [extent for _, extents in dropped for extent in extents]
+    live = np.concatenate((index.extents(), np.array(more, np.int64).reshape(-1, 2)))
     return Allocator.from_live(found.geometry.data_units, live)
 
 
 def _resolve_overlaps(
     device: Device,
     found: Superblock,
-    entries: dict[bytes, Entry],
+    index: Index,
     layouts: Layouts,
     dropped: list[Dropped],
     report: RecoveryReport,
@@ -335,7 +337,7 @@ def _resolve_overlaps(
     """
     losers: list[Entry] = []
     verified: set[bytes] = set()
-    while rivals := {one.digest: one for pair in _overlaps(entries.values()) for one in pair}:
+    while rivals := {one.digest: one for pair in _overlaps(index) for one in pair}:
         doubtful = [entry for digest, entry in rivals.items() if digest not in verified]
         if doubtful:
             outcomes = verify_chunks(device, found.geometry, doubtful, layouts)
@@ -344,7 +346,7 @@ def _resolve_overlaps(
         else:
             beaten = [min(rivals.values(), key=lambda one: one.log_sequence)]
         for loser in beaten:
-            del entries[loser.digest]
+            index.remove(loser.digest)
         losers += beaten
     for loser in losers:
         findings.append(chunk_finding(loser, found.geometry, "another chunk has the same units"))
@@ -367,14 +369,14 @@ def _overlaps(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Entry]]:
 def _verify_unsealed(
     device: Device,
     found: Superblock,
-    entries: dict[bytes, Entry],
+    index: Index,
     layouts: Layouts,
     unsealed: list[Entry],
     report: RecoveryReport,
     findings: list[Finding],
 ) -> list[Dropped]:
     """Read the payload of the last group's chunks: their page may have landed where their data did not."""
-    suspects = [entry for entry in unsealed if entries.get(entry.digest) is entry]
+    suspects = [entry for entry in unsealed if index.get(entry.digest) is entry]
     report.chunks_unsealed = len(suspects)
     failed = []
     for entry, outcome in verify_chunks(device, found.geometry, suspects, layouts):
@@ -386,7 +388,7 @@ def _verify_unsealed(
             what = f"cannot be read just now: {os.strerror(-outcome)} (errno {-outcome})"
             findings.append(chunk_finding(entry, found.geometry, what, Remedy.KEEP))
     for entry in failed:
-        del entries[entry.digest]
+        index.remove(entry.digest)
     report.chunks_dropped_unsealed = len(failed)
     return [(entry.digest, entry.extents) for entry in failed]
 
@@ -412,8 +414,8 @@ class _JournalReader:
         return self._pages[offset : offset + PAGE_BYTES]
 
 
-def _read_slots(device: Device, offsets: Sequence[int]) -> list[bytes]:
-    """The bytes of the superblock slots, b"" for those that cannot be read.
+def _examine_slots(device: Device, offsets: Sequence[int]) -> list[Superblock | SuperblockRejected]:
+    """What the superblock slots hold.
 
     Raises DeviceError where both copies of a generation are in doubt, one of them for an error that may pass:
     without them the store would go on from an older superblock, whose checkpoint is overwritten.
@@ -428,12 +430,11 @@ def _read_slots(device: Device, offsets: Sequence[int]) -> list[bytes]:
         except DeviceError as error:
             passing[slot_index] = error
             slots.append(b"")
-    if passing:
-        found = superblock.examine(slots)
-        for slot_index, reason in passing.items():
-            if not isinstance(found[(slot_index + SLOTS_PER_COPY) % SLOT_COUNT], Superblock):
-                raise reason
-    return slots
+    found = superblock.examine(slots)
+    for slot_index, reason in passing.items():
+        if not isinstance(found[(slot_index + SLOTS_PER_COPY) % SLOT_COUNT], Superblock):
+            raise reason
+    return found
 
 
 def _read_pages(device: Device, offset_bytes: int, length_bytes: int) -> bytes:

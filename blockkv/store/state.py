@@ -184,16 +184,12 @@ class State:
 
     def any_leased(self) -> bool:
         """Whether readers hold extents that could be freed or evicted once they are done."""
-        return bool(self._deleted) or any(entry.leases for entry in self.index)
+        return bool(self._deleted) or self.index.any_leased()
 
     def snapshot(self) -> tuple[list[bytes], int]:
         """Every record a checkpoint holds, in order, and the next layout number."""
         layouts = [record.encode_layout(0, layout_id, layout.body) for layout_id, layout in self.layouts]
-        records = list(layouts)
-        for entry in self.index:
-            records.extend(entry.records)
-        records.extend(layouts)
-        return records, self.layouts.next_id
+        return [*layouts, *self.index.records(), *layouts], self.layouts.next_id
 
     def _forget(self, entry: Entry) -> None:
         removed = self.index.remove(entry.digest)
