@@ -84,7 +84,11 @@ static void close_operation(struct planner *planner)
     struct bkv_operation *operation = planner->operation;
     if (operation && operation->iov_count == 1 && !operation->staging_bytes) {
         const struct iovec *only = LAST(planner->iovs, struct iovec);
-        operation->fixed_index = bkv_regions_find(planner->regions, (uintptr_t)only->iov_base, only->iov_len);
+        /* Registered memory is pages to the kernel, and Linux 6.0 to 6.17 answers EINVAL where one of them does
+         * not hold whole LBAs (iov_iter_is_aligned). Other memory is one piece to it. */
+        if ((uintptr_t)only->iov_base % planner->options->lba_bytes == 0)
+            operation->fixed_index =
+                bkv_regions_find(planner->regions, (uintptr_t)only->iov_base, only->iov_len);
     }
     planner->operation = NULL;
 }
