@@ -4,6 +4,9 @@
 `loop_device`    makes loop devices of a given size and LBA size, detached after the test
 `block_targets`  runs a test three times: on a regular file, and on loop devices with 512 and 4096 byte LBAs
 
+With BLOCKKV_TEST_DEVICES, a list of device paths separated by colons, both make devices of those instead: a
+whole one where its size is the one asked for, else a partition of the largest. Their content is lost.
+
 Markers `requires_root` and `requires_tool("mkfs.xfs", ...)` skip where something is missing. With CI=true or
 BLOCKKV_REQUIRE_ALL=1 the same thing is a failure: a check that silently does not run is no check.
 """
@@ -27,6 +30,8 @@ MEMORY_DIR = Path("/dev/shm")
 DIRECTORY_PREFIX = "blockkv-test."
 MEMORY_DIR_MIN_FREE_BYTES = 1 << 30
 ATTACH_ATTEMPTS = 20
+GIVEN_DEVICES = [Path(name) for name in os.environ.get("BLOCKKV_TEST_DEVICES", "").split(":") if name]
+PARTITION_ALIGNMENT_BYTES = 1 << 20
 
 
 class LoopDevices(Protocol):
@@ -96,7 +101,8 @@ def missing(what: str) -> None:
 def session_image_dir() -> Iterator[Path]:
     """One directory for the images of this run, in memory where there is room for them."""
     parent = MEMORY_DIR
-    if not parent.is_dir() or shutil.disk_usage(parent).free < MEMORY_DIR_MIN_FREE_BYTES:
+    # those who give devices say with TMPDIR what is to be below files
+    if GIVEN_DEVICES or not parent.is_dir() or shutil.disk_usage(parent).free < MEMORY_DIR_MIN_FREE_BYTES:
         parent = Path(tempfile.gettempdir())
     remove_leftovers(parent)
     directory = parent / f"{DIRECTORY_PREFIX}{os.getpid()}"
@@ -116,12 +122,17 @@ def image_dir(session_image_dir: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def loop_device(image_dir: Path) -> LoopDevices:
+def loop_device(image_dir: Path) -> Iterator[LoopDevices]:
     """Make loop devices: `loop_device(size_bytes, sector_bytes=512, read_only=False) -> Path`.
 
     Each has its own sparse image in memory and direct I/O on, so its limits are those of a real device.
     """
     need_root()
+    if GIVEN_DEVICES:
+        devices = GivenDevices()
+        yield devices.make
+        devices.give_back()
+        return
     need_tools("losetup")
     numbers = itertools.count()
 
@@ -131,10 +142,72 @@ def loop_device(image_dir: Path) -> LoopDevices:
             file.truncate(size_bytes)
         return attach(image, sector_bytes, read_only)
 
-    return make
+    yield make
 
 
-@pytest.fixture(params=["file", "loop512", "loop4096"])
+class GivenDevices:
+    """Makes what a test asks for of the devices it was given, and takes it apart again."""
+
+    def __init__(self) -> None:
+        self._whole: list[Path] = []
+        self._partitions: list[tuple[Path, int]] = []
+        self._used_bytes: dict[Path, int] = {}
+
+    def make(self, size_bytes: int, sector_bytes: int = 512, read_only: bool = False) -> Path:
+        fitting = {
+            disk: given_size_bytes
+            for disk, given_size_bytes in sizes_of_given_devices(sector_bytes).items()
+            if disk not in self._whole
+        }
+        device = next((disk for disk, given in fitting.items() if given == size_bytes), None)
+        if device is None:
+            device = self._partition(max(fitting, key=fitting.__getitem__), size_bytes)
+        else:
+            self._whole.append(device)
+        zero_out = ["blkdiscard", "--force", "--zeroout", device]
+        subprocess.run(zero_out, check=True, capture_output=True)
+        if read_only:
+            subprocess.run(["blockdev", "--setro", device], check=True)
+        return device
+
+    def _partition(self, disk: Path, size_bytes: int) -> Path:
+        offset_bytes = self._used_bytes.get(disk, PARTITION_ALIGNMENT_BYTES)
+        aligned_bytes = -(-size_bytes // PARTITION_ALIGNMENT_BYTES) * PARTITION_ALIGNMENT_BYTES
+        self._used_bytes[disk] = offset_bytes + aligned_bytes
+        assert self._used_bytes[disk] <= size_of_given_device(disk), f"{disk} is too small for this test"
+        number = len(self._partitions) + 1
+        subprocess.run(
+            ["addpart", disk, str(number), str(offset_bytes // 512), str(size_bytes // 512)], check=True
+        )
+        self._partitions.append((disk, number))
+        return Path(f"{disk}p{number}")
+
+    def give_back(self) -> None:
+        for disk, number in self._partitions:
+            subprocess.run(["delpart", disk, str(number)], check=True)
+        for disk in self._whole:
+            subprocess.run(["blockdev", "--setrw", disk], check=True)
+
+
+def size_of_given_device(disk: Path) -> int:
+    return int(Path("/sys/block", disk.name, "size").read_text()) * 512
+
+
+def sizes_of_given_devices(sector_bytes: int) -> dict[Path, int]:
+    return {
+        disk: size_of_given_device(disk)
+        for disk in GIVEN_DEVICES
+        if int(Path("/sys/block", disk.name, "queue/logical_block_size").read_text()) == sector_bytes
+    }
+
+
+def target_kinds() -> list[str]:
+    if not GIVEN_DEVICES:
+        return ["file", "loop512", "loop4096"]
+    return [f"device{size}" for size in (512, 4096) if sizes_of_given_devices(size)]
+
+
+@pytest.fixture(params=target_kinds())
 def block_targets(request: pytest.FixtureRequest, image_dir: Path) -> Targets:
     """Make whatever the test is parametrised for: `block_targets(size_bytes) -> Path`."""
     kind: str = request.param
@@ -149,7 +222,7 @@ def block_targets(request: pytest.FixtureRequest, image_dir: Path) -> Targets:
 
         return make_file
     loop_devices: LoopDevices = request.getfixturevalue("loop_device")
-    sector_bytes = int(kind.removeprefix("loop"))
+    sector_bytes = int(kind.removeprefix("loop").removeprefix("device"))
     return lambda size_bytes: loop_devices(size_bytes, sector_bytes)
 
 
