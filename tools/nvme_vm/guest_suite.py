@@ -1,0 +1,44 @@
+"""In the guest: run pytest on every NVMe namespace but the scratch one, and report as JUnit XML.
+
+    guest_suite.py SCRATCH_NSID PYTEST_ARGUMENT...
+
+Files go to ext4 on the scratch namespace: a file system in memory has no direct I/O before Linux 6.6.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from guest_devices import namespaces
+
+REPORT = Path("/dev/ttyS1")
+RESULTS = Path("/tmp/results.xml")  # noqa: S108 - the guest is ours alone
+SCRATCH = Path("/var/tmp")  # noqa: S108
+
+
+def main() -> int:
+    scratch_nsid, *arguments = sys.argv[1:]
+    devices = namespaces()
+    scratch = devices.pop(int(scratch_nsid))
+    subprocess.run(["mkfs.ext4", "-q", scratch], check=True)
+    subprocess.run(["mount", scratch, SCRATCH], check=True)
+    environment = os.environ | {
+        "BLOCKKV_TEST_DEVICES": ":".join(map(str, devices.values())),
+        "BLOCKKV_REQUIRE_ALL": "1",
+        "TMPDIR": str(SCRATCH),
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={RESULTS}", *arguments]
+    done = subprocess.run(command, env=environment, check=False)
+    if RESULTS.exists():
+        with RESULTS.open("rb") as results, REPORT.open("wb") as report:
+            shutil.copyfileobj(results, report)
+            report.write(b"\n")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
