@@ -32,6 +32,7 @@ __all__ = [
     "openers",
     "sysfs_directory",
     "uses",
+    "writers",
 ]
 
 SYSFS = Path("/sys")
@@ -344,6 +345,19 @@ def backing_uses(status: os.stat_result) -> list[Finding]:
                 f"/dev/{other.name}"
             )
     return found + claim_finding(str(path))
+
+
+def writers(path: str, status: os.stat_result) -> list[Finding]:
+    """Who may be writing what a reader is about to read, under any of its names.
+
+    A claim on the device, its disk or the device or file below a loop device; on a loop device above a file.
+    """
+    found = claim_finding(path)
+    if stat.S_ISBLK(status.st_mode):
+        return found + backing_uses(status)
+    for loop in loops_over(status):
+        found += claim_finding(f"/dev/{loop.name}")
+    return found
 
 
 def claim_finding(path: str) -> list[Finding]:

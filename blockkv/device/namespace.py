@@ -2,7 +2,9 @@
 
 Invariants
   * a writer is alone: O_EXCL keeps out mounts, swap, md, device-mapper and other writers of a block
-    device; flock keeps out other writers of a file, in this process too, under whatever name;
+    device; flock keeps out other writers of a file, in this process too, under whatever name. Of several
+    that come at once one gets in: who finds another on his way lets go and tries again;
+  * a reader comes in under no name while somebody writes;
   * limits are asked for (sysfs, statx, ioctl). Where the kernel does not tell, the value is the one that
     is right for every device, and a comment says why;
   * nothing here writes to a device or existing file, except `create_file` told to overwrite.
@@ -12,10 +14,12 @@ Not here: what the device holds (`occupancy`), who uses it (`holders`), I/O (`en
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
+import random
 import re
 import shlex
 import stat
@@ -180,22 +184,19 @@ def open_namespace(
         if read_only:
             raise InvalidArgument(f"{os.fspath(path)}: a reader cannot create a file of {create_size} bytes")
         _create_if_absent(path, create_size)
-    canonical = resolve(path)
+    canonical = _usual_node(resolve(path))
     deadline = time.monotonic() + wait_s
-    is_device = stat.S_ISBLK(Path(canonical).stat().st_mode)
-    flags = os.O_RDONLY if read_only else os.O_RDWR
-    if is_device and not read_only:
-        # on a block device O_EXCL without O_CREAT asks the kernel for the claim that mount, md, swap
-        # and device-mapper take: open(2)
-        flags |= os.O_EXCL
-    descriptor = _open_before(deadline, canonical, flags)
+    while True:
+        descriptor, found = _open_alone(deadline, canonical, read_only=read_only, lock=lock)
+        if not found:
+            break
+        os.close(descriptor)
+        # A mount does not go away by waiting. Another opener may have found us as we found him.
+        if any(one.kind != "open" for one in found) or time.monotonic() >= deadline:
+            _refuse_in_use(canonical, found)
+        time.sleep(LOCK_RETRY_S * random.uniform(0.5, 3))  # noqa: S311  or both would do that for ever
     try:
-        status = os.fstat(descriptor)
-        _check_type(canonical, status)
-        if lock:
-            _lock_before(deadline, canonical, descriptor, shared=read_only)
-        if not read_only:
-            _refuse_in_use(canonical, holders.uses(status) + holders.backing_uses(status))
+        is_device = stat.S_ISBLK(os.fstat(descriptor).st_mode)
         limits = _limits(canonical, descriptor, writable=not read_only)
         if limits.read_only and not read_only:
             raise DeviceReadOnly(
@@ -337,6 +338,46 @@ def _check_type(path: str, status: os.stat_result) -> None:
     elif stat.S_ISSOCK(mode):
         name = "a socket"
     raise DeviceError(f"{path} is {name}; {hint}", code)
+
+
+def _usual_node(path: str) -> str:
+    """The node in /dev of a block device that was named by one elsewhere, whose locks nobody else would see."""
+    status = Path(path).stat()
+    if not stat.S_ISBLK(status.st_mode):
+        return path
+    usual = holders.device_node(status.st_rdev)
+    with contextlib.suppress(OSError):
+        found = Path(usual).stat()
+        if stat.S_ISBLK(found.st_mode) and found.st_rdev == status.st_rdev and os.access(usual, os.R_OK):
+            return usual
+    return path
+
+
+def _open_alone(
+    deadline: float, path: str, *, read_only: bool, lock: bool
+) -> tuple[int, list[holders.Finding]]:
+    """A descriptor with its claim and lock, and who is in the way all the same."""
+    status = Path(path).stat()
+    flags = os.O_RDONLY if read_only else os.O_RDWR
+    if not read_only:
+        # Before any claim: what loses anyway must not be in the way of who would win.
+        _refuse_in_use(path, holders.uses(status))
+        if stat.S_ISBLK(status.st_mode):
+            # on a block device O_EXCL without O_CREAT asks the kernel for the claim that mount, md, swap
+            # and device-mapper take: open(2)
+            flags |= os.O_EXCL
+    descriptor = _open_before(deadline, path, flags)
+    try:
+        status = os.fstat(descriptor)
+        _check_type(path, status)
+        if lock:
+            _lock_before(deadline, path, descriptor, shared=read_only)
+        if not read_only:
+            return descriptor, holders.uses(status) + holders.backing_uses(status)
+        return descriptor, holders.writers(path, status) if lock else []
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _open(path: str, flags: int) -> int:
