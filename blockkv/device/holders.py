@@ -350,11 +350,9 @@ def backing_uses(status: os.stat_result) -> list[Finding]:
 def writers(path: str, status: os.stat_result) -> list[Finding]:
     """Who may be writing what a reader is about to read, under any of its names.
 
-    A claim on the device, its disk or the device or file below a loop device; on a loop device above a file.
+    A claim on it or its disk, on a loop device over it, and on what is below it if it is a loop device.
     """
-    found = claim_finding(path)
-    if stat.S_ISBLK(status.st_mode):
-        return found + backing_uses(status)
+    found = claim_finding(path) + backing_uses(status)
     for loop in loops_over(status):
         found += claim_finding(f"/dev/{loop.name}")
     return found

@@ -186,6 +186,7 @@ def open_namespace(
         _create_if_absent(path, create_size)
     canonical = _usual_node(resolve(path))
     deadline = time.monotonic() + wait_s
+    pause_s = LOCK_RETRY_S
     while True:
         descriptor, found = _open_alone(deadline, canonical, read_only=read_only, lock=lock)
         if not found:
@@ -194,7 +195,8 @@ def open_namespace(
         # A mount does not go away by waiting. Another opener may have found us as we found him.
         if any(one.kind != "open" for one in found) or time.monotonic() >= deadline:
             _refuse_in_use(canonical, found)
-        time.sleep(LOCK_RETRY_S * random.uniform(0.5, 3))  # noqa: S311  or both would do that for ever
+        time.sleep(random.uniform(0, pause_s))  # noqa: S311  or both would do that for ever
+        pause_s = min(2 * pause_s, wait_s / 4)
     try:
         is_device = stat.S_ISBLK(os.fstat(descriptor).st_mode)
         limits = _limits(canonical, descriptor, writable=not read_only)
@@ -341,7 +343,7 @@ def _check_type(path: str, status: os.stat_result) -> None:
 
 
 def _usual_node(path: str) -> str:
-    """The node in /dev of a block device that was named by one elsewhere, whose locks nobody else would see."""
+    """The node in /dev of a block device that was named by another one: locks are on nodes."""
     status = Path(path).stat()
     if not stat.S_ISBLK(status.st_mode):
         return path

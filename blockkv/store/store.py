@@ -701,7 +701,7 @@ def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool
     if not read_only:
         device.flush()
     found, slot_findings = read_superblock(device)
-    _refuse_second_open(device, found, by_path)
+    _refuse_second_open(device, found, read_only=read_only, by_path=by_path)
     recovered = recover(device, found)
     recovered.findings[:0] = slot_findings
     if read_only:
@@ -723,15 +723,17 @@ def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool
     return store
 
 
-def _refuse_second_open(device: Device, found: Superblock, by_path: bool) -> None:
-    """One store on two paths is a copy, and both would go on from the same state. A `Device` handed in by
-    the caller may be a copy on purpose (a crash state), but is never shared by two stores.
+def _refuse_second_open(device: Device, found: Superblock, *, read_only: bool, by_path: bool) -> None:
+    """One store on two paths is a copy, and both would go on from the same state; two that only read may. A
+    `Device` handed in by the caller may be a copy on purpose (a crash state), but is never shared.
     """
     for other in list(_open_stores):
         if other._closed:
             continue
         if other._state.device is device:
             raise DeviceBusy(f"{device.path} is open in this process already")
+        if read_only and other.read_only:
+            continue
         if by_path and other._state.log.superblock.uuid == found.uuid:
             raise WrongStore(
                 f"{device.path} holds the store {found.uuid_text}, which is open on "
