@@ -40,6 +40,7 @@ __all__ = [
     "choose",
     "decode",
     "examine",
+    "newest_of",
     "slots_of",
 ]
 
@@ -360,7 +361,7 @@ def _check_values(values: dict[str, Any], geometry: Geometry) -> None:
 
 
 def examine(slots: Sequence[bytes]) -> list[Superblock | SuperblockRejected]:
-    """What each of the eight slots holds, in slot order: for `choose` and for inspection."""
+    """What each of the eight slots holds, in slot order: for `newest_of` and for inspection."""
     if len(slots) != SLOT_COUNT:
         raise InvalidArgument(f"{len(slots)} slots instead of {SLOT_COUNT}")
     found: list[Superblock | SuperblockRejected] = []
@@ -375,13 +376,18 @@ def examine(slots: Sequence[bytes]) -> list[Superblock | SuperblockRejected]:
 def choose(slots: Sequence[bytes]) -> Superblock:
     """The newest valid superblock of the eight slots, in slot order (head 0 to 3, tail 4 to 7).
 
-    A slot that could not be read is passed as `b""`.
+    A slot that could not be read is passed as `b""`. Raises as `newest_of`.
+    """
+    return newest_of(examine(slots))
+
+
+def newest_of(found: Sequence[Superblock | SuperblockRejected]) -> Superblock:
+    """The newest superblock among what `examine` found.
 
     Raises NotFormatted when no slot is valid, and VersionTooNew when the newest slot was written by another
     format version or uses a feature this one does not know. With an unknown ro_compat feature the result has
     a `read_only_reason`.
     """
-    found = examine(slots)
     newest: Superblock | None = None
     too_new: SuperblockRejected | None = None
     for slot in found:

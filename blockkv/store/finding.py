@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from blockkv.catalog.index import Entry
 from blockkv.format.geometry import SLOTS_PER_COPY, Geometry
-from blockkv.format.superblock import Superblock, SuperblockFault, SuperblockRejected, examine
+from blockkv.format.superblock import Superblock, SuperblockFault, SuperblockRejected
 
 __all__ = ["Finding", "Remedy", "chunk_finding", "slot_findings"]
 
@@ -59,8 +59,8 @@ def chunk_finding(entry: Entry, geometry: Geometry, what: str, remedy: Remedy = 
     return Finding("chunk", what, remedy, offset_bytes=offset_bytes, key=entry.key)
 
 
-def slot_findings(slots: Sequence[bytes], newest: Superblock) -> list[Finding]:
-    """The slots that do not hold what they ought to while `newest` is the store's superblock.
+def slot_findings(slots: Sequence[Superblock | SuperblockRejected], newest: Superblock) -> list[Finding]:
+    """Those of the examined `slots` that do not hold what they ought to; `newest` is the store's superblock.
 
     A slot is written head first, then tail. A crash in between leaves the tail with the superblock it held
     before, and one during a write leaves the old or the new content: everything in use lies in one sector. So
@@ -68,7 +68,7 @@ def slot_findings(slots: Sequence[bytes], newest: Superblock) -> list[Finding]:
     than what was written after it, nothing where something was.
     """
     found = []
-    for slot_index, slot in enumerate(examine(slots)):
+    for slot_index, slot in enumerate(slots):
         due = newest.generation - (newest.generation - slot_index) % SLOTS_PER_COPY
         is_tail = slot_index >= SLOTS_PER_COPY
         what = ""
