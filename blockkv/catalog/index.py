@@ -28,6 +28,9 @@ from blockkv.space.allocator import Extent
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
+_PAYLOAD_BITS = 26
+"""Enough for the payload of a chunk in a table; a layout id has 32 more, and the sign stays out of it."""
+_PAYLOAD_MASK = (1 << _PAYLOAD_BITS) - 1
 
 
 class Entry:
@@ -231,10 +234,9 @@ class Index:
     def shapes(self) -> Counter[tuple[int, int]]:
         """How many chunks there are of each (layout id, payload bytes)."""
         found = Counter((entry.layout_id, entry.payload_bytes) for entry in self._made)
-        # Payload of what is in tables has 26 bits at most.
-        joint = self._column("layout_id") << 32 | self._column("payload_bytes")
+        joint = self._column("layout_id") << _PAYLOAD_BITS | self._column("payload_bytes")
         for key, count in zip(*np.unique(joint, return_counts=True), strict=True):
-            found[int(key) >> 32, int(key) & 0xFFFFFFFF] += int(count)
+            found[int(key) >> _PAYLOAD_BITS, int(key) & _PAYLOAD_MASK] += int(count)
         return found
 
     def by_log_sequence(self, after_sequence: int) -> tuple[list[bytes], int]:
