@@ -96,6 +96,7 @@ class NativeDevice(Device):
         self._in_flight: dict[int, Batch] = {}
         self._last_token = 0
         self._completion_thread: threading.Thread | None = None
+        self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         try:
             options = _options(fd, path, limits, depth, workers, staging_bytes)
             self._engine, self._engine_name, self._engine_reason = _open_engine(path, options, engine)
@@ -175,6 +176,7 @@ class NativeDevice(Device):
     def flush(self) -> None:
         self._check_process()
         self._check(lib.bkv_engine_flush(self._engine.pointer), "flush")
+        self._check_length()
 
     def discard(self, offset_bytes: int, length_bytes: int) -> None:
         self._check_process()
@@ -270,6 +272,19 @@ class NativeDevice(Device):
 
     def _closed_error(self) -> StoreClosed:
         return StoreClosed(f"{self.path} is closed")
+
+    def _check_length(self) -> None:
+        """A write behind the end of a file that was cut short succeeds: only its length tells."""
+        with self._lock:
+            if self._closed or not self._is_file:
+                return
+            size_bytes = os.fstat(self._fd).st_size
+        if size_bytes < self.limits.size_bytes:
+            raise DeviceError(
+                f"{self.path} was truncated to {size_bytes} bytes while it was open with "
+                f"{self.limits.size_bytes}; restore it from a copy, or remove it and format anew",
+                errno.EIO,
+            )
 
     def _check(self, code: int, what: str) -> None:
         if code == -errno.ESHUTDOWN:
