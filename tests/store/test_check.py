@@ -333,6 +333,17 @@ def test_without_payload_a_repair_reads_none() -> None:
     assert looked_at(after).damaged_keys == ("c1",)
 
 
+def test_progress_is_told_in_bytes_of_payload() -> None:
+    steps: list[tuple[int, int]] = []
+    with open_copy(MADE.copy()) as store:
+        total_bytes = store.stats()["payload_bytes"]
+        store.check(progress=lambda done, total: steps.append((done, total)))
+        assert steps == [], "without payload there is nothing to wait for"
+        store.check(payload=True, progress=lambda done, total: steps.append((done, total)))
+    assert steps[-1] == (total_bytes, total_bytes)
+    assert steps == sorted(steps)
+
+
 def test_an_error_that_may_pass_is_no_damage() -> None:
     place = MADE.places["c3"]
     stuck = unreadable(place, errno.ETIMEDOUT)
