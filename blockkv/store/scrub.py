@@ -41,6 +41,8 @@ DEFAULT_BYTES_PER_S = 200 << 20
 WAVE_BYTES = 8 << 20
 """Read at a time at most, and for as long as that takes nobody can reuse what was deleted meanwhile."""
 WAVE_CHUNKS = 1024
+WAVE_SHARE = 64
+"""And at most this part of the data zone: what is leased is not evicted, and others would be in its place."""
 WAVE_S = 0.25
 """A slow scrub reads less at a time, so that it reads evenly and ends promptly."""
 SAVE_INTERVAL_S = 60.0
@@ -81,6 +83,7 @@ def sweep(
     DeviceLost.
     """
     verifier = Verifier(state.device, state.geometry, SWEEP_PRIORITY)
+    wave_bytes = min(wave_bytes, state.geometry.data.size_bytes // WAVE_SHARE)
     place = 0
     while place < len(digests):
         live: list[tuple[Entry, Layout]] = []
@@ -190,7 +193,8 @@ class Scrub:
                 self._progress(payload_bytes, total_bytes)
             interrupts.deliver()
             self._save_now_and_then()
-            self._pause(self._bucket.take(wave_bytes))
+            if payload_bytes < total_bytes:
+                self._pause(self._bucket.take(wave_bytes))
             if self._stopped.is_set():
                 finished = False
                 break

@@ -357,6 +357,28 @@ def test_on_a_device(block_targets: Any) -> None:
         assert report.ok
 
 
+def test_beside_puts_that_evict_what_it_reads(image_dir: Any) -> None:
+    path = image_dir / "full.img"
+    blockkv.format(path, size="16MiB", average_chunk="64KiB")
+    with blockkv.open(path) as store:
+        store.put_many([(f"k{number}", torch.full((30_000,), number)) for number in range(40)])
+        future = store.start_scrub(1e9)
+        passes = 0
+        for number in range(40, 400):
+            assert store.put(f"k{number}", torch.full((30_000,), number))
+            found = store.get(f"k{number - 5}")
+            assert found is not None
+            assert torch.equal(found, torch.full((30_000,), number - 5))
+            if future.done():
+                assert future.result().ok
+                passes += 1
+                future = store.start_scrub(1e9)
+        assert future.result(60).ok
+        assert store.stats()["chunks_evicted"] > 100
+        assert store.stats()["scrub_passes"] == passes + 1
+        assert store.check(payload=True).ok
+
+
 # -- going on ----------------------------------------------------------------------------------------------
 
 
