@@ -10,20 +10,24 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from blockkv.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["aligned_memory", "empty"]
+__all__ = ["aligned_memory", "empty", "is_writable"]
 
 HUGE_PAGE_BYTES = 2 << 20
 """x86-64 and arm64 (4 KiB granule) PMD size: the unit of transparent huge pages."""
 
 PAGE_BYTES = mmap.PAGESIZE
+MADV_POPULATE_WRITE = 23
+"""<linux/mman.h>, since Linux 5.14; asm-generic, the same on every architecture we know."""
 
 
 def aligned_memory(size_bytes: int) -> memoryview:
@@ -35,11 +39,11 @@ def aligned_memory(size_bytes: int) -> memoryview:
     if size_bytes < 1:
         raise InvalidArgument(f"cannot allocate {size_bytes} bytes; ask for at least 1")
     if size_bytes < HUGE_PAGE_BYTES:
-        region = mmap.mmap(-1, _round_up(size_bytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = _map(_round_up(size_bytes, PAGE_BYTES))
         _advise(region, mmap.MADV_DONTDUMP)
         return memoryview(region)[:size_bytes]
     mapped_bytes = _round_up(size_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
-    region = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = _map(mapped_bytes)
     _advise(region, mmap.MADV_HUGEPAGE)
     _advise(region, mmap.MADV_DONTDUMP)
     start = -_address_of(region) % HUGE_PAGE_BYTES
@@ -61,6 +65,38 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
         raise InvalidArgument(f"cannot allocate a tensor of shape {dims}: it has no elements")
     view = aligned_memory(count * dtype.itemsize)
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(dims)
+
+
+def is_writable(address: int) -> bool:
+    """Whether the memory at an address may be written to, found out without writing. One system call.
+
+    The page is faulted in, as a write would.
+    """
+    if _madvise()(address // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES, MADV_POPULATE_WRITE) == 0:
+        return True
+    # The kernel is older than 5.14, or this is memory of a device, or it really is read-only.
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        limits, permissions, *_ = line.split()
+        start, end = (int(number, 16) for number in limits.split("-"))
+        if start <= address < end:
+            return "w" in permissions
+    return False
+
+
+@cache
+def _madvise() -> Callable[..., int]:
+    import ctypes
+
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return cast("Callable[..., int]", function)
+
+
+def _map(size_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate {size_bytes} bytes: {error.strerror}") from error
 
 
 def _advise(region: mmap.mmap, advice: int) -> None:

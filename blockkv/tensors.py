@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from blockkv.catalog.layouts import TEXT_LIMIT_BYTES, Layout, TensorSpec, torch_dtype
 from blockkv.errors import InvalidArgument, LayoutMismatch
 from blockkv.format.record import LAYOUT_BODY_MAX
-from blockkv.memory import aligned_memory
+from blockkv.memory import aligned_memory, is_writable
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +100,19 @@ def describe(value: Tensors) -> Described:
 def describe_output(value: Any, layout: Layout) -> Described:
     """The target segments of a caller's `out=`, which must match `layout` exactly.
 
-    Raises LayoutMismatch with both layouts, before anything was written. A writable bytes-like object of
-    the payload's size fits any layout.
+    Raises LayoutMismatch with both layouts, before anything was written, and InvalidArgument for memory that
+    is mapped read-only: a tensor does not say so, and a copy to it would end the process. A writable
+    bytes-like object of the payload's size fits any layout.
     """
+    described = _describe_output(value, layout)
+    addresses = [address for address, _ in described.segments]
+    addresses += [tensor.data_ptr() for tensor, _ in described.scatter_back or ()]
+    if not all(map(is_writable, addresses)):
+        raise InvalidArgument("out= is memory that is mapped read-only; give memory that can be written to")
+    return described
+
+
+def _describe_output(value: Any, layout: Layout) -> Described:
     import torch
 
     if (

@@ -200,7 +200,7 @@ def run(races: int, seed: int, directory: Path, progress: Callable[[], None]) ->
     outcomes: Counter[str] = Counter()
     by_scenario: Counter[str] = Counter()
     findings: list[str] = []
-    namespace.open_namespace.__kwdefaults__["wait_s"] = WAIT_S
+    namespace.LOCK_WAIT_S = WAIT_S
     with scenarios(directory) as found:
         for number in range(races):
             scenario = found[number % len(found)]

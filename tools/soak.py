@@ -646,8 +646,7 @@ def intrude(names: list[str]) -> int:
     """The process: told to pause, it waits until told to go on; at the end it says how it went."""
     refused = 0
     findings: list[tuple[str, str]] = []
-    assert namespace.open_namespace.__kwdefaults__
-    namespace.open_namespace.__kwdefaults__["wait_s"] = 0.1  # try often rather than long
+    namespace.LOCK_WAIT_S = 0.1  # try often rather than long
     for turn in itertools.count():
         if turn == 0 or select.select([sys.stdin], [], [], 0)[0]:
             for _ in ("pause", "go on"):

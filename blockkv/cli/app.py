@@ -57,8 +57,12 @@ class App(click.Group):
         except Exception as error:
             if "--debug" in words:
                 raise
-            output.error(error, _message(error))
             code = exit_code_of(error)
+            try:
+                output.error(error, _message(error))
+            except OSError:  # stdout itself is what failed, a full disk for example
+                drop_output()
+                Output(as_json=False).error(error, _message(error))
         sys.exit(int(code or 0))
 
 
@@ -97,6 +101,11 @@ def cli() -> None:
     """
 
 
+def drop_output() -> None:
+    """Let go of what cannot be written to stdout: Python would complain about it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]], click.Command]:
     """Register a command of `cli`; its function gets an `Output` first, then its parameters."""
     return command_of(cli, name, **settings)
@@ -114,8 +123,8 @@ def command_of(
             try:
                 return function(Output(as_json), **parameters)
             except BrokenPipeError:
-                # Whoever read our output has gone, e.g. `| head`. Python would complain once more at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                # Whoever read our output has gone, e.g. `| head`.
+                drop_output()
                 return ExitCode.OK
 
         debug = click.option("--debug", is_flag=True, help="Show where an error was raised.")

@@ -23,6 +23,7 @@ from pathlib import Path
 __all__ = [
     "Finding",
     "Mount",
+    "backing_range",
     "backing_uses",
     "claim_finding",
     "describe",
@@ -356,6 +357,16 @@ def writers(path: str, status: os.stat_result) -> list[Finding]:
     for loop in loops_over(status):
         found += claim_finding(f"/dev/{loop.name}")
     return found
+
+
+def backing_range(status: os.stat_result) -> tuple[Path, int, int] | None:
+    """The file, and the bytes of it, from and to, that a loop device or its partition is made of."""
+    directory = sysfs_directory(status.st_rdev) if stat.S_ISBLK(status.st_mode) else None
+    if directory is None:
+        return None
+    loop = directory.parent if (directory / "partition").exists() else directory
+    path = backing_path(loop)
+    return None if path is None else (path, *_backing_range(loop))
 
 
 def claim_finding(path: str) -> list[Finding]:

@@ -25,13 +25,16 @@ import shlex
 import stat
 import struct
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from blockkv.device import holders
 from blockkv.device.base import UNIT_BYTES, Limits
 from blockkv.errors import (
+    BlockKVError,
     DeviceBusy,
     DeviceError,
     DeviceReadOnly,
@@ -54,12 +57,17 @@ BLKROGET = 0x125E
 BLKSSZGET = 0x1268
 """<linux/fs.h>. Both take an int."""
 
+FLOCK_FORMAT = "hhqqi4x"
+"""struct flock of fcntl(2): type, whence, start, length, and a process that must be 0."""
+
 STATX_DIOALIGN = 0x2000
 AT_EMPTY_PATH = 0x1000
 """<linux/stat.h>, <linux/fcntl.h>."""
 STATX_BYTES = 256
 STATX_MASK_OFFSET = 0
 STATX_DIO_MEM_ALIGN_OFFSET = 152
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 NVME_NAMESPACE = re.compile(r"nvme\d+n\d+")
 
@@ -86,12 +94,41 @@ class Identity:
     """Of a loop device."""
 
 
+def path_text(path: object) -> str:
+    """A path as text. Raises InvalidArgument for what is none."""
+    try:
+        text = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgument(
+            f"{path!r} is no path; give that of a block device or file, or a blockkv Device"
+        ) from None
+    if not text or "\0" in text:
+        raise InvalidArgument(f"{text!r} is no path: it is empty or has a zero byte in it")
+    return text
+
+
+def told(function: F) -> F:
+    """Make a DeviceError of what the system refuses a function of a path, open files for example."""
+
+    @wraps(function)
+    def run(path: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return function(path, *arguments, **options)
+        except BlockKVError:
+            raise
+        except OSError as error:
+            hint = "raise RLIMIT_NOFILE (`ulimit -n`)" if error.errno == errno.EMFILE else "see `ulimit -a`"
+            raise DeviceError(f"{path_text(path)}: {error}; {hint}", error.errno) from error
+
+    return cast("F", run)
+
+
 def resolve(path: str | os.PathLike[str]) -> str:
     """Return the canonical absolute path of a block device or regular file, symbolic links followed.
 
     Raises DeviceError (with errno) for a path that is missing, may not be reached, or is anything else.
     """
-    given = os.fspath(path)
+    given = path_text(path)
     try:
         canonical = os.path.realpath(given, strict=True)
         status = Path(canonical).stat()
@@ -106,6 +143,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
     return canonical
 
 
+@told
 def probe(path: str | os.PathLike[str]) -> Limits:
     """Ask the kernel what a device or file can do. Opens it for reading, for a moment, without a lock.
 
@@ -159,13 +197,14 @@ def identify(path: str | os.PathLike[str]) -> Identity:
     )
 
 
+@told
 def open_namespace(
     path: str | os.PathLike[str],
     *,
     read_only: bool = False,
     create_size: int | None = None,
     lock: bool = True,
-    wait_s: float = LOCK_WAIT_S,
+    wait_s: float | None = None,
 ) -> tuple[int, str, Limits]:
     """Open for direct I/O and return (file descriptor, canonical path, limits). The caller closes it.
 
@@ -173,7 +212,8 @@ def open_namespace(
     as the descriptor and its duplicates. A reader takes a shared lock, so that several can look at a
     store nobody writes; with `lock=False` it takes none, and works on a store that is in use.
     `create_size` (bytes) makes a regular file of that size where there is none, or an empty one; an
-    existing file that is not empty is opened as it is. `wait_s` bounds the wait for a lock.
+    existing file that is not empty is opened as it is. `wait_s` bounds the wait for a lock (default:
+    LOCK_WAIT_S).
 
     Raises DeviceBusy (says who holds it), DeviceReadOnly, DeviceTooSmall (no bytes at all), DeviceError,
     InvalidArgument. Nothing is written to an existing device or file.
@@ -185,10 +225,12 @@ def open_namespace(
             raise InvalidArgument(f"{os.fspath(path)}: a reader cannot create a file of {create_size} bytes")
         _create_if_absent(path, create_size)
     canonical = _usual_node(resolve(path))
+    wait_s = LOCK_WAIT_S if wait_s is None else wait_s
     deadline = time.monotonic() + wait_s
     pause_s = LOCK_RETRY_S
     while True:
-        descriptor, found = _open_alone(deadline, canonical, read_only=read_only, lock=lock)
+        with _turn(deadline, canonical):
+            descriptor, found = _open_alone(deadline, canonical, read_only=read_only, lock=lock)
         if not found:
             break
         os.close(descriptor)
@@ -217,6 +259,7 @@ def open_namespace(
     return descriptor, canonical, limits
 
 
+@told
 def create_file(
     path: str | os.PathLike[str], size_bytes: int, *, overwrite: bool = False, wait_s: float = LOCK_WAIT_S
 ) -> str:
@@ -231,7 +274,7 @@ def create_file(
     is over it), DeviceReadOnly, DeviceError (no space, not a file, not a place for files),
     InvalidArgument (size).
     """
-    given = os.fspath(path)
+    given = path_text(path)
     if size_bytes <= 0 or size_bytes % UNIT_BYTES:
         raise InvalidArgument(
             f"{given}: a size of {size_bytes} bytes is not a positive multiple of {UNIT_BYTES}"
@@ -353,6 +396,32 @@ def _usual_node(path: str) -> str:
         if stat.S_ISBLK(found.st_mode) and found.st_rdev == status.st_rdev and os.access(usual, os.R_OK):
             return usual
     return path
+
+
+@contextlib.contextmanager
+def _turn(deadline: float, path: str) -> Iterator[None]:
+    """Of several loop devices over the same bytes one is opened at a time: none refuses for another's sake
+    that is then refused for its own. A courtesy only, and left out where the file cannot be opened.
+    """
+    place = holders.backing_range(Path(path).stat())
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            if place is not None:
+                file, start, end = place
+                descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                wanted = struct.pack(FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
+                while not _try_lock(descriptor, wanted) and time.monotonic() < deadline:
+                    time.sleep(LOCK_RETRY_S)
+        yield
+
+
+def _try_lock(descriptor: int, wanted: bytes) -> bool:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open_alone(

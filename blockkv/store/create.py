@@ -42,6 +42,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
     return int(float(number) * 1024 ** " KMGTP".index(prefix.upper() or " "))
 
 
+@namespace.told
 def format_device(
     path: str | os.PathLike[str] | Device,
     size: int | str | None = None,
@@ -112,7 +113,7 @@ def superblock_facts(found: Superblock) -> dict[str, Any]:
 
 def _create_file(path: str | os.PathLike[str], size_bytes: int) -> bool:
     """Make the regular file if it is missing or empty; True if a new one was made."""
-    target = Path(path)
+    target = Path(namespace.path_text(path))
     existed = os.path.lexists(target)
     if existed and not target.is_file():
         raise InvalidArgument(f"{target} exists and is not a regular file; a size is for creating files only")

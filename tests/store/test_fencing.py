@@ -38,7 +38,7 @@ def digest(path: str) -> bytes:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody lets go here, so nobody need wait for it."""
-    monkeypatch.setitem(namespace.open_namespace.__kwdefaults__, "wait_s", 0.05)
+    monkeypatch.setattr(namespace, "LOCK_WAIT_S", 0.05)
 
 
 @pytest.fixture
