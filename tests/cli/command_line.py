@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
@@ -43,3 +44,18 @@ def answered(*words: object, stdin: bytes | None = None, code: int = 0) -> Answe
 def json_answer(*words: object, code: int = 0) -> Any:
     """The document of `blockkv WORDS... --json`."""
     return answered(*words, "--json", code=code).document
+
+
+def flip(store: Path, offset_bytes: int, bit: int = 0) -> None:
+    """Invert one bit on the device."""
+    with store.open("r+b") as file:
+        file.seek(offset_bytes)
+        byte = file.read(1)[0]
+        file.seek(offset_bytes)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def damage(store: Path, key: str, at_byte: int) -> None:
+    """Flip one bit of a chunk's payload on the device."""
+    extent = json_answer("inspect", "chunk", store, key)["extents"][0]
+    flip(store, extent["offset_bytes"] + at_byte)

@@ -6,25 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import answered, json_answer
+from command_line import answered, damage, flip, json_answer
 
 import blockkv
 from blockkv.cli.exit_code import ExitCode
-
-
-def flip(store: Path, offset: int) -> None:
-    """Invert one bit on the device."""
-    with store.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-
-
-def damage(store: Path, key: str, at_byte: int) -> None:
-    """Flip one bit of a chunk's payload on the device."""
-    extent = json_answer("inspect", "chunk", store, key)["extents"][0]
-    flip(store, extent["offset_bytes"] + at_byte)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import answered, json_answer
-from test_cli_store import damage
+from command_line import answered, damage, json_answer
 
 import blockkv
 from blockkv.cli.exit_code import ExitCode

@@ -6,22 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
-from command_line import Answer, answered, blockkv_command, json_answer
-from test_cli_store import damage
+from command_line import Answer, answered, blockkv_command, damage, flip, json_answer
 
 import blockkv
 from blockkv.cli.exit_code import ExitCode
 
 KINDS = ("superblock", "journal", "checkpoint", "extents")
 PAGE_BYTES = 4096
-
-
-def flip(path: Path, offset_bytes: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset_bytes)
-        byte = file.read(1)[0]
-        file.seek(offset_bytes)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 @pytest.fixture
