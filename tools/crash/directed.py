@@ -163,7 +163,7 @@ class CutFormat(Directed):
 class FailEvery(Directed):
     """A whole life of a store in which operation 0, 1, 2, ... fails, in every way a device fails.
 
-    Format, open, puts, get, deletes, commit, checkpoint, close, open again, and work once more.
+    Format, open, puts, get, deletes, commit, checkpoint, close, open again, scrub, and check with a repair.
     """
 
     profile_name = "errors"
@@ -186,8 +186,11 @@ class FailEvery(Directed):
         ("open", ""),
         ("get", "k1"),
         ("put", "k0"),
+        ("scrub", ""),
         ("durable", "k2"),
         ("delete", "k1"),
+        ("repair", ""),
+        ("put", "k4"),
     )
 
     def carry_out(self) -> None:
@@ -274,6 +277,7 @@ class ShortSequences(Directed):
         ("get", "k1"),
         ("commit", ""),
         ("checkpoint", ""),
+        ("scrub", ""),
         ("close", ""),
         ("kill", ""),
     )

@@ -29,8 +29,11 @@ DEVICE_BYTES = 8 << 20
 RECOVERY_DEPTH = 5
 PROBE_SHARE = 0.3
 """Share of device operations before which a crash state is cloned off and judged."""
-STEPS = ("put", "durable", "many", "delete", "get", "commit", "checkpoint", "close")
-STEP_WEIGHTS = (30, 15, 12, 18, 12, 8, 4, 2)
+STEPS = ("put", "durable", "many", "delete", "get", "commit", "checkpoint", "scrub", "repair", "close")
+STEP_WEIGHTS = (30, 15, 12, 18, 12, 8, 4, 2, 1, 2)
+KEYED_STEPS = ("put", "durable", "delete", "get")
+SCRUB_BYTES_PER_S = 1e12
+"""No waiting."""
 
 
 def dice(name: str) -> random.Random:
@@ -250,7 +253,7 @@ class History:
     def carry(self, store: Store, verb: str, key: str) -> bool:
         """One operation on the store, told to the oracle. False when the store was closed."""
         rng, oracle = self.rng, self.oracle
-        self.steps.append(verb if verb in ("commit", "checkpoint", "close") else f"{verb}:{short(key)}")
+        self.steps.append(f"{verb}:{short(key)}" if verb in KEYED_STEPS else verb)
         try:
             if verb in ("put", "durable"):
                 self.put(store, [key], durable=verb == "durable", many=False)
@@ -268,6 +271,12 @@ class History:
                 oracle.all_durable()
             elif verb == "checkpoint":
                 store.checkpoint()
+                oracle.all_durable()
+            elif verb == "scrub":
+                store.scrub(SCRUB_BYTES_PER_S)
+                self.settle(store, len(oracle.events), {}, exact=True)
+            elif verb == "repair":
+                store.check(payload=True, repair=True)
                 oracle.all_durable()
             else:
                 store.close()
