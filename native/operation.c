@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "batch.h"
 #include "internal.h"
@@ -150,6 +151,12 @@ static bool resume(struct bkv_engine *engine, struct bkv_operation *operation, u
     return true;
 }
 
+/* A namespace that went away has no size left; a write to it then finds no space. */
+static bool is_gone(int fd)
+{
+    return lseek(fd, 0, SEEK_END) == 0;
+}
+
 struct bkv_operation *bkv_operation_settle(struct bkv_engine *engine, struct bkv_operation *operation,
                                            int32_t answer, struct bkv_operation_list *again)
 {
@@ -176,6 +183,8 @@ struct bkv_operation *bkv_operation_settle(struct bkv_engine *engine, struct bkv
     }
     if (!answer)
         answer = read ? -ENODEV : -EIO; /* inside the device, only a namespace that went away reads as nothing */
+    if (answer == -ENOSPC && is_gone(engine->options.fd))
+        answer = -ENODEV;
     if (operation->transfer_count > 1 && isolate(operation, again)) {
         bkv_count(&counts->isolated_requests, operation->part_count);
         return NULL;

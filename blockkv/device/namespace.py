@@ -342,8 +342,9 @@ def _allocate(path: str, descriptor: int, size_bytes: int) -> None:
 def _refuse_device_directory(given: str, parent: Path) -> None:
     """Refuse to create files in /dev: a mistyped device name would fill memory and look like a device."""
     try:
-        in_dev = parent.is_relative_to("/dev") and parent.stat().st_dev == Path("/dev").stat().st_dev
-        if not parent.is_dir():
+        status = parent.stat()
+        in_dev = parent.is_relative_to("/dev") and status.st_dev == Path("/dev").stat().st_dev
+        if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
         raise DeviceError(

@@ -116,6 +116,19 @@ def test_media_errors_of_a_device_stay_with_their_transfer(loop_device, image_di
 
 
 @engines
+def test_a_device_that_lost_its_size_is_gone(loop_device, image_dir: Path, engine: str) -> None:
+    """As the kernel leaves a namespace that went away: reads find nothing, writes find no space."""
+    path = loop_device(MIB, 4096)
+    with engine_on(path, engine) as device:
+        os.truncate(image_dir / "loop-0.img", 0)
+        subprocess.run(["losetup", "--set-capacity", path], check=True)
+        with pytest.raises(DeviceLost, match="read of 4096 bytes at 0"):
+            device.read(0, UNIT_BYTES)
+        with pytest.raises(DeviceLost, match="write of 4096 bytes at 8192"):
+            device.write(2 * UNIT_BYTES, bytes(UNIT_BYTES))
+
+
+@engines
 def test_memory_that_is_not_ours_is_an_error_not_a_crash(image_dir: Path, engine: str) -> None:
     with engine_on(image_of(image_dir, MIB), engine) as device:
         batch = batch_of(Direction.READ, [(8192, [(0, 8192)], [(0x7000, 8192)])])

@@ -224,7 +224,7 @@ def test_a_file_has_the_alignment_of_the_disk_below(loop_device: LoopDevices, se
     with mounted(device) as directory:
         limits = probe(create_file(directory / "store", MIB))
         assert limits.lba_bytes == sector_bytes
-        assert limits.memory_alignment_bytes == 512
+        assert limits.memory_alignment_bytes == probe(device).memory_alignment_bytes
 
 
 @pytest.mark.requires_root
@@ -688,9 +688,10 @@ def test_a_mistyped_device_does_not_become_a_file() -> None:
     assert not path.exists()
 
 
-def test_create_file_in_a_missing_directory(image_dir: Path) -> None:
-    with pytest.raises(DeviceError, match="cannot be used: No such file"):
-        create_file(image_dir / "absent" / "store", MIB)
+def test_create_file_in_a_missing_directory(image_dir: Path, disk_dir: Path) -> None:
+    for directory in (image_dir, disk_dir):
+        with pytest.raises(DeviceError, match="cannot be used: No such file"):
+            create_file(directory / "absent" / "store", MIB)
 
 
 def test_open_creates_only_where_nothing_is(image_dir: Path) -> None:
