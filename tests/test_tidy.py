@@ -194,7 +194,7 @@ def test_tests_mirror_the_package() -> None:
     folders = {
         path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"
     }
-    parts = {path.name for path in (ROOT / "blockkv").iterdir() if path.is_dir()} | {"native", "store"}
+    parts = {path.name for path in (ROOT / "blockkv").iterdir() if path.is_dir()} | {"native", "store", "vm"}
     assert folders <= parts, f"tests for parts that do not exist: {sorted(folders - parts)}"
 
 

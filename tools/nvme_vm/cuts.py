@@ -30,6 +30,7 @@ IMAGE_BYTES = 24 << 20
 MUTANT_STEPS = 40
 EVENTS_BEFORE_CUT = (2000, 8000)
 """After the first open of a boot."""
+TIMEOUT_S = 1800.0
 MEMORY_DIR = Path("/dev/shm")  # noqa: S108 - images belong in memory
 
 
@@ -143,8 +144,7 @@ def work_until_cut(
                 script.append([*python, "3", "4", str(rng.random()), "--fresh", "--mutant", *limits])
             script.append([*python, "1", "2", str(rng.random()), *(["--fresh"] if is_first else [])])
             with Machine(system, namespaces, script, on_line=say) as machine:
-                while not enough.wait(1.0):
-                    machine.check_alive()
+                machine.watch(enough, TIMEOUT_S)
                 history = server.cut_power()
                 machine.kill()
     return history

@@ -1,12 +1,14 @@
-"""In the guest: run pytest on every NVMe namespace but the scratch one, and report as JUnit XML.
+"""In the guest: run pytest, and report as JUnit XML.
 
-    guest_suite.py SCRATCH_NSID PYTEST_ARGUMENT...
+    guest_suite.py [--scratch NSID] PYTEST_ARGUMENT...
 
-Files go to ext4 on the scratch namespace: a file system in memory has no direct I/O before Linux 6.6.
+With `--scratch` the tests get every other namespace as their devices, and files go to ext4 on that one: a
+file system in memory has no direct I/O before Linux 6.6.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -21,16 +23,17 @@ SCRATCH = Path("/var/tmp")  # noqa: S108
 
 
 def main() -> int:
-    scratch_nsid, *arguments = sys.argv[1:]
-    devices = namespaces()
-    scratch = devices.pop(int(scratch_nsid))
-    subprocess.run(["mkfs.ext4", "-q", scratch], check=True)
-    subprocess.run(["mount", scratch, SCRATCH], check=True)
-    environment = os.environ | {
-        "BLOCKKV_TEST_DEVICES": ":".join(map(str, devices.values())),
-        "BLOCKKV_REQUIRE_ALL": "1",
-        "TMPDIR": str(SCRATCH),
-    }
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scratch", type=int)
+    options, arguments = parser.parse_known_args()
+    environment = os.environ | {"BLOCKKV_REQUIRE_ALL": "1"}
+    if options.scratch:
+        devices = namespaces()
+        scratch = devices.pop(options.scratch)
+        subprocess.run(["mkfs.ext4", "-q", scratch], check=True)
+        subprocess.run(["mount", scratch, SCRATCH], check=True)
+        environment["BLOCKKV_TEST_DEVICES"] = ":".join(map(str, devices.values()))
+        environment["TMPDIR"] = str(SCRATCH)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={RESULTS}", *arguments]
     done = subprocess.run(command, env=environment, check=False)
     if RESULTS.exists():

@@ -141,7 +141,7 @@ def initramfs_for(cache: Path, kernel_directory: Path, release: str, say: Say) -
         old.unlink()
     with tempfile.TemporaryDirectory(dir=cache, prefix="initramfs.") as name:
         root = Path(name) / "root"
-        for directory in ("bin", "dev", "proc", "sys", "host", "memory", "modules", "root"):
+        for directory in ("bin", "dev", "proc", "sys", "host", "memory", "modules", "newroot"):
             (root / directory).mkdir(parents=True)
         shutil.copy(busybox, root / "bin/busybox")
         shutil.copy(INIT, root / "init")

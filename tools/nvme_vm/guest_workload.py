@@ -94,7 +94,7 @@ class Worker:
         for key in keys:
             self.control.say(f"put {key} {version}")
         try:
-            self.store.put_many([(key, payload(key, version)) for key in keys], durable=durable)
+            self.store.put_many([(key, memoryview(payload(key, version))) for key in keys], durable=durable)
         except (blockkv.StoreFull, blockkv.BatchError):
             return None
         self.control.say(f"{'durable' if durable else 'is-put'} {' '.join(keys)}")

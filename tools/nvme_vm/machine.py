@@ -24,10 +24,12 @@ from typing import Any, Self
 
 from guest_system import QEMU, VIRTIOFSD, GuestSystem
 
-__all__ = ["REMOVABLE", "Machine", "MachineError", "Namespace"]
+__all__ = ["DETACHABLE", "REMOVABLE", "Machine", "MachineError", "Namespace"]
 
 REMOVABLE = "removable"
 """The controller that `Machine.remove_controller` takes out."""
+DETACHABLE = "detachable"
+"""The controller whose namespaces the guest may detach and attach."""
 GUEST_LOST = 125
 SOCKET_WAIT_S = 20.0
 MDTS = 7
@@ -112,11 +114,15 @@ class Machine:
                 return status
         raise MachineError(self._describe("the guest stopped without an exit status"))
 
-    def check_alive(self) -> None:
-        """Raises MachineError when the guest has stopped."""
-        if self._qemu.poll() is not None:
-            self._reader.join()
-            raise MachineError(self._describe("the guest stopped by itself"))
+    def watch(self, event: threading.Event, timeout_s: float) -> None:
+        """Wait for what the guest is to bring about. Raises MachineError when it has stopped or is late."""
+        deadline = time.monotonic() + timeout_s
+        while not event.wait(1.0):
+            if self._qemu.poll() is not None:
+                self._reader.join()
+                raise MachineError(self._describe("the guest stopped by itself"))
+            if time.monotonic() > deadline:
+                raise MachineError(self._describe(f"not there within {timeout_s:.0f} s"))
 
     def report(self) -> list[str]:
         """What the guest wrote to its second serial port so far."""
@@ -156,6 +162,8 @@ class Machine:
         self._wait_for(root_socket)
         append = [
             *("console=ttyS0", "panic=-1", "quiet", "mitigations=off", "random.trust_cpu=on"),
+            # a namespace is one disk, also where its subsystem could have more controllers
+            "nvme_core.multipath=N",
             *kernel_arguments,
             f"blockkv.script={script_path}",
             f"blockkv.modules={system.modules}",
@@ -174,6 +182,10 @@ class Machine:
         ]
         for name in dict.fromkeys(namespace.controller for namespace in namespaces):
             place = ",bus=root-port" if name == REMOVABLE else ""
+            if name == DETACHABLE:
+                # QEMU attaches and detaches namespaces of a subsystem only
+                arguments += ["-device", f"nvme-subsys,id=subsystem,nqn={name}"]
+                place = ",subsys=subsystem"
             arguments += ["-device", f"nvme,id={name},serial=blockkv-{name},mdts={MDTS}{place}"]
         for namespace in namespaces:
             arguments += namespace.arguments()

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-__all__ = ["ControlDisk", "Event", "Flush", "NbdServer", "VolatileDisk", "Write"]
+__all__ = ["ControlDisk", "Event", "Export", "Fault", "Flush", "NbdServer", "VolatileDisk", "Write"]
 
 SECTOR_BYTES = 512
 

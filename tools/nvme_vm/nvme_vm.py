@@ -57,7 +57,7 @@ def cuts(system: GuestSystem, options: argparse.Namespace) -> tuple[bool, dict[s
 def faults(system: GuestSystem, options: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
     from faults import run_faults
 
-    figures = run_faults(system, say)
+    figures = run_faults(system, options.tests, say)
     return figures.passed, dataclasses.asdict(figures)
 
 
@@ -73,8 +73,11 @@ def main() -> int:
         command.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
         if action is suite:
             command.add_argument("--quick", action="store_true", help="the selection that CI runs")
-            command.add_argument("tests", nargs="*", help="pytest arguments; default: all that apply")
-        if action is cuts:
+        if action is not cuts:
+            command.add_argument(
+                "tests", nargs="*", help="pytest arguments, after --; default: all that apply"
+            )
+        else:
             command.add_argument("--count", type=int, default=200, help="power cuts to look at")
             command.add_argument("--boots", type=int, default=2, help="each ends with a cut of its own")
             command.add_argument("--mutant-cuts", type=int, default=20, help="of a store that does not flush")
