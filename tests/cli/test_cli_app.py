@@ -12,6 +12,7 @@ import click
 import pytest
 from command_line import answered, blockkv_command, json_answer
 
+import blockkv
 from blockkv import errors
 from blockkv.cli import cli
 from blockkv.cli.exit_code import MEANINGS, ExitCode, exit_code_of
@@ -203,3 +204,18 @@ def test_ctrl_c_ends_quietly_with_130(store: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out, err.strip()) == (ExitCode.INTERRUPTED, b"", b"")
+
+
+@pytest.mark.parametrize("words", [["ls", "--json"], ["ls"], ["info", "--json"], ["--help"]])
+def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    store = tmp_path / "store"
+    blockkv.format(store, size="16MiB")
+    with blockkv.open(store) as opened:
+        opened.put("key", b"value")
+    command = [*MAIN, *words]
+    if words != ["--help"]:
+        command.append(str(store))
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 4
+    assert done.stderr == "blockkv: No space left on device\n"
