@@ -10,7 +10,6 @@ The judge is judged: a workload whose flushes do nothing must be found out, in t
 from __future__ import annotations
 
 import random
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,17 +20,18 @@ from machine import Machine, Namespace
 from nbd_server import ControlDisk, Event, Export, NbdServer, VolatileDisk, Write
 from oracle import Oracle
 from power_cuts import Media, judge
+from workspace import workspace
 
 __all__ = ["run_cuts"]
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Path(__file__).with_name("guest_workload.py")
 IMAGE_BYTES = 24 << 20
+CONTROL_LBA_BYTES = 512
 MUTANT_STEPS = 40
-EVENTS_BEFORE_CUT = (2000, 8000)
+EVENTS_BEFORE_CUT = (1500, 5000)
 """After the first open of a boot."""
 TIMEOUT_S = 1800.0
-MEMORY_DIR = Path("/dev/shm")  # noqa: S108 - images belong in memory
 
 
 @dataclass
@@ -123,16 +123,16 @@ def work_until_cut(
             opened_at = len(server.history)
         return ""
 
-    with tempfile.TemporaryDirectory(prefix="blockkv-vm.") as name:
+    with workspace() as directory:
         exports: list[Export] = [VolatileDisk("data", bytearray(media)), ControlDisk("control", on_text)]
         if mutate:
             exports += [VolatileDisk("mutant", bytearray(IMAGE_BYTES)), ControlDisk("mutant-control")]
-        with NbdServer(Path(name), exports, random.Random(rng.random())) as server:  # noqa: S311
+        with NbdServer(directory, exports, random.Random(rng.random())) as server:  # noqa: S311
             namespaces = [
                 Namespace(
                     server.paths[export.name],
                     nsid,
-                    lba_bytes if "control" not in export.name else 512,
+                    CONTROL_LBA_BYTES if isinstance(export, ControlDisk) else lba_bytes,
                     is_nbd=True,
                 )
                 for nsid, export in enumerate(exports, 1)
@@ -184,10 +184,10 @@ class Replay:
 
     def _cut(self, number: int, rng: random.Random, keep: Path | None) -> bytearray:
         image = self.media.cut(rng)
-        with tempfile.NamedTemporaryFile(prefix="blockkv-vm.", dir=MEMORY_DIR) as file:
-            file.write(image)
-            file.flush()
-            problems = judge(Path(file.name), self._oracle)
+        with workspace() as directory:
+            file = directory / "cut.img"
+            file.write_bytes(image)
+            problems = judge(file, self._oracle)
         if problems and keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             (keep / f"cut-{number}.img").write_bytes(image)

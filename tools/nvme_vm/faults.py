@@ -7,7 +7,6 @@ control namespace.
 from __future__ import annotations
 
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from guest_system import GuestSystem
 from machine import DETACHABLE, REMOVABLE, Machine, Namespace
 from nbd_server import ControlDisk, Export, Fault, NbdServer, VolatileDisk
 from suite import ROOT, TIMEOUT_S, SuiteFigures, read_results
+from workspace import workspace
 
 __all__ = ["run_faults"]
 
@@ -66,8 +66,8 @@ def run_faults(system: GuestSystem, tests: list[str], say: Callable[[str], None]
         drives.by_name["removable"],
     ]
     with (
-        tempfile.TemporaryDirectory(prefix="blockkv-vm.") as name,
-        NbdServer(Path(name), exports, random.Random(0)) as server,  # noqa: S311
+        workspace() as directory,
+        NbdServer(directory, exports, random.Random(0)) as server,  # noqa: S311
     ):
         namespaces = [
             Namespace(server.paths["data"], 1, LBA_BYTES, is_nbd=True),

@@ -137,8 +137,6 @@ def initramfs_for(cache: Path, kernel_directory: Path, release: str, say: Say) -
     if target.exists():
         return target
     say("building the initramfs")
-    for old in cache.glob("initramfs-*"):
-        old.unlink()
     with tempfile.TemporaryDirectory(dir=cache, prefix="initramfs.") as name:
         root = Path(name) / "root"
         for directory in ("bin", "dev", "proc", "sys", "host", "memory", "modules", "newroot"):

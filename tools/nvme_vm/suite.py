@@ -7,7 +7,6 @@ Both LBA formats are there in several sizes, so that most tests get a whole name
 from __future__ import annotations
 
 import os
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ from pathlib import Path
 
 from guest_system import GuestSystem
 from machine import Machine, MachineError, Namespace
+from workspace import workspace
 
 __all__ = ["QUICK", "SuiteFigures", "run_suite", "run_tests"]
 
 ROOT = Path(__file__).parents[2]
 GUEST_SUITE = Path(__file__).with_name("guest_suite.py")
-MEMORY_DIR = Path("/dev/shm")  # noqa: S108 - images belong in memory
 LBA_SIZES = (512, 4096)
 NAMESPACE_SIZES_MIB = (1, 4, 8, 16, 32, 64, 96, 2048)
 SCRATCH_MIB = 4096
@@ -95,12 +94,12 @@ class SuiteFigures:
 
 def run_suite(system: GuestSystem, selected: Sequence[str], say: Callable[[str], None]) -> SuiteFigures:
     """Run pytest in the guest on both LBA formats. Raises MachineError."""
-    with tempfile.TemporaryDirectory(prefix="blockkv-vm.", dir=MEMORY_DIR) as name:
+    with workspace() as directory:
         namespaces: list[Namespace] = []
         for lba_bytes in LBA_SIZES:
             for size_mib in NAMESPACE_SIZES_MIB:
-                namespaces.append(image_namespace(Path(name), len(namespaces) + 1, lba_bytes, size_mib))
-        scratch = image_namespace(Path(name), len(namespaces) + 1, 4096, SCRATCH_MIB)
+                namespaces.append(image_namespace(directory, len(namespaces) + 1, lba_bytes, size_mib))
+        scratch = image_namespace(directory, len(namespaces) + 1, 4096, SCRATCH_MIB)
         deselected = [f"--deselect={test}" for test in ELSEWHERE]
         arguments = [str(GUEST_SUITE), "--scratch", str(scratch.nsid), *selected, *deselected]
         return run_tests(system, [*namespaces, scratch], arguments, say)
