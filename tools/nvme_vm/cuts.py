@@ -29,7 +29,7 @@ WORKLOAD = Path(__file__).with_name("guest_workload.py")
 IMAGE_BYTES = 24 << 20
 CONTROL_LBA_BYTES = 512
 MUTANT_STEPS = 40
-EVENTS_BEFORE_CUT = (1500, 5000)
+EVENTS_BEFORE_CUT = (1500, 4000)
 """After the first open of a boot."""
 TIMEOUT_S = 1800.0
 
@@ -137,12 +137,10 @@ def work_until_cut(
                 )
                 for nsid, export in enumerate(exports, 1)
             ]
-            python = [str(ROOT / ".venv/bin/python"), str(WORKLOAD)]
-            script = [["cd", str(ROOT)]]
-            if mutate:
-                limits = ["--rounds", "1", "--steps", str(MUTANT_STEPS)]
-                script.append([*python, "3", "4", str(rng.random()), "--fresh", "--mutant", *limits])
-            script.append([*python, "1", "2", str(rng.random()), *(["--fresh"] if is_first else [])])
+            words = [str(ROOT / ".venv/bin/python"), str(WORKLOAD), str(rng.random())]
+            words += ["--fresh"] if is_first else []
+            words += ["--mutant-steps", str(MUTANT_STEPS)] if mutate else []
+            script = [["cd", str(ROOT)], words]
             with Machine(system, namespaces, script, on_line=say) as machine:
                 machine.watch(enough, TIMEOUT_S)
                 history = server.cut_power()

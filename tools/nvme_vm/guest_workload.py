@@ -1,6 +1,6 @@
 """In the guest: use a store until the power is cut, and tell the harness about every step.
 
-    guest_workload.py DATA_NSID CONTROL_NSID SEED [--fresh] [--rounds N] [--steps N] [--mutant]
+    guest_workload.py SEED [--fresh] [--mutant-steps N]
 
 Each round a child opens the store, says what it found, and puts, deletes, evicts, commits and checkpoints
 from several threads; it ends with a clean close or is killed. What is said before a step and after it:
@@ -13,11 +13,14 @@ from several threads; it ends with a clean close or is killed. What is said befo
     commit THREAD, committed THREAD          what had returned before is durable
     pinned KEY, unpin KEY                    in between it may not be evicted
     wrong KEY                                a get gave other bytes
+
+With `--mutant-steps` a store that does not flush comes first, for so many steps, on namespaces of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -33,6 +36,7 @@ from payloads import payload, version_of
 import blockkv
 from blockkv.device.engine import NativeDevice
 
+DATA_NSID, CONTROL_NSID, MUTANT_NSID, MUTANT_CONTROL_NSID = 1, 2, 3, 4
 THREADS = 4
 KEYS_PER_THREAD = 16
 PINNED_PER_THREAD = 5
@@ -94,7 +98,7 @@ class Worker:
         for key in keys:
             self.control.say(f"put {key} {version}")
         try:
-            self.store.put_many([(key, memoryview(payload(key, version))) for key in keys], durable=durable)
+            self.store.put_many([(key, payload(key, version).data) for key in keys], durable=durable)
         except (blockkv.StoreFull, blockkv.BatchError):
             return None
         self.control.say(f"{'durable' if durable else 'is-put'} {' '.join(keys)}")
@@ -157,35 +161,41 @@ def one_round(device: Path, control: Control, seed: str, step_limit: int, mutant
     store.close()
 
 
-def main() -> int:
+def in_child(device: Path, control: Control, seed: str, step_limit: int, mutant: bool) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            one_round(device, control, seed, step_limit, mutant)
+        except BaseException as error:
+            control.say(f"failed {type(error).__name__}: {error}"[:400])
+            raise
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def make_store(device: Path, control: Control) -> None:
+    control.say("format")
+    blockkv.format(device, average_chunk="64KiB", journal="256KiB")
+    control.say("formatted")
+
+
+def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data", type=int)
-    parser.add_argument("control", type=int)
     parser.add_argument("seed")
     parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--rounds", type=int, default=sys.maxsize)
-    parser.add_argument("--steps", type=int, default=sys.maxsize)
-    parser.add_argument("--mutant", action="store_true", help="an open store does not flush")
+    parser.add_argument("--mutant-steps", type=int, default=0)
     options = parser.parse_args()
     devices = namespaces()
-    device, control = devices[options.data], Control(devices[options.control])
+    if options.mutant_steps:
+        device, control = devices[MUTANT_NSID], Control(devices[MUTANT_CONTROL_NSID])
+        make_store(device, control)
+        in_child(device, control, f"{options.seed}.mutant", options.mutant_steps, mutant=True)
+    device, control = devices[DATA_NSID], Control(devices[CONTROL_NSID])
     if options.fresh:
-        control.say("format")
-        blockkv.format(device, average_chunk="64KiB", journal="256KiB")
-        control.say("formatted")
-    for number in range(options.rounds):
-        child = os.fork()
-        if child == 0:
-            try:
-                one_round(device, control, f"{options.seed}.{number}", options.steps, options.mutant)
-            except BaseException as error:
-                control.say(f"failed {type(error).__name__}: {error}"[:400])
-                raise
-            os._exit(0)
-        os.waitpid(child, 0)
-    control.say("finished")
-    return 0
+        make_store(device, control)
+    for number in itertools.count():
+        in_child(device, control, f"{options.seed}.{number}", sys.maxsize, mutant=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
