@@ -402,19 +402,27 @@ def _usual_node(path: str) -> str:
 @contextlib.contextmanager
 def _turn(deadline: float, path: str) -> Iterator[None]:
     """Of several loop devices over the same bytes one is opened at a time: none refuses for another's sake
-    that is then refused for its own. A courtesy only, and left out where the file cannot be opened.
+    that is then refused for its own. Left out where the file below cannot be opened. Raises DeviceBusy.
     """
-    place = holders.backing_range(Path(path).stat())
-    with contextlib.ExitStack() as stack:
+    status = Path(path).stat()
+    place = holders.backing_range(status)
+    descriptor = -1
+    if place is not None:
         with contextlib.suppress(OSError):
-            if place is not None:
-                file, start, end = place
-                descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-                stack.callback(os.close, descriptor)
-                wanted = struct.pack(FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
-                while not _try_lock(descriptor, wanted) and time.monotonic() < deadline:
-                    time.sleep(LOCK_RETRY_S)
+            descriptor = os.open(place[0], os.O_RDWR | os.O_CLOEXEC)
+    if place is None or descriptor < 0:
         yield
+        return
+    try:
+        file, start, end = place
+        wanted = struct.pack(FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
+        while not _try_lock(descriptor, wanted):
+            if time.monotonic() >= deadline:
+                raise _held_error(path, status, holders.openers(file.stat()))
+            time.sleep(LOCK_RETRY_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _try_lock(descriptor: int, wanted: bytes) -> bool:
