@@ -245,10 +245,9 @@ def use_until_gone(device: Path, take_away: Callable[[], None]) -> list[int]:
         store.get("k1")
     assert store.stats()["get_device_lost"] > 0
     assert store.stats()["chunks_dropped_damaged"] == 0
-    with pytest.raises((blockkv.DeviceLost, blockkv.StoreReadOnly)):
-        store.put("late", payload(1))
-    with pytest.raises(blockkv.StoreReadOnly):
-        store.put("later", payload(1), durable=True)
+    for durable in (False, True):
+        with pytest.raises((blockkv.DeviceLost, blockkv.StoreReadOnly)):
+            store.put("late", payload(1), durable=durable)
     with pytest.raises(blockkv.StoreReadOnly):
         store.close()
     return [0, 1, 2, 3, *users.acknowledged, *acknowledged]

@@ -29,8 +29,6 @@ WORKLOAD = Path(__file__).with_name("guest_workload.py")
 IMAGE_BYTES = 24 << 20
 CONTROL_LBA_BYTES = 512
 MUTANT_STEPS = 40
-EVENTS_BEFORE_CUT = (1500, 4000)
-"""After the first open of a boot."""
 TIMEOUT_S = 1800.0
 
 
@@ -62,6 +60,7 @@ def run_cuts(
     count: int,
     boots: int,
     mutant_cuts: int,
+    most_events: int,
     lba_bytes: int,
     seed: int,
     keep: Path,
@@ -76,7 +75,9 @@ def run_cuts(
     media, oracle = bytearray(IMAGE_BYTES), Oracle()
     for boot in range(boots):
         mutate = mutant_cuts > 0 and boot == 0
-        history = work_until_cut(system, media, lba_bytes, rng, is_first=boot == 0, mutate=mutate, say=say)
+        history = work_until_cut(
+            system, media, lba_bytes, most_events, rng, is_first=boot == 0, mutate=mutate, say=say
+        )
         say(f"boot {boot + 1} of {boots} ended after {len(history)} events; replaying them")
         if mutate:
             mutant = Replay("mutant", bytearray(IMAGE_BYTES), Oracle())
@@ -101,6 +102,7 @@ def work_until_cut(
     system: GuestSystem,
     media: bytearray,
     lba_bytes: int,
+    most_events: int,
     rng: random.Random,
     *,
     is_first: bool,
@@ -110,7 +112,7 @@ def work_until_cut(
     """Boot with these bytes on the media, work, pull the plug; returns what happened up to then."""
     enough = threading.Event()
     opened_at = 0
-    extra_events = rng.randrange(*EVENTS_BEFORE_CUT)
+    extra_events = rng.randrange(most_events // 2, most_events)
 
     def on_text(text: str) -> str:
         nonlocal opened_at
