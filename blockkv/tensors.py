@@ -190,6 +190,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and tensor.is_contiguous()
         and not tensor.is_neg()
@@ -233,8 +234,8 @@ def _check_tensor(name: str, tensor: Any, error: type[InvalidArgument]) -> None:
         raise error(f"{label} is a {type(tensor).__name__}; give torch tensors or a bytes-like object")
     if tensor.device.type != "cpu":
         raise error(f"{label} is on {tensor.device}; copy it to the CPU first")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise error(f"{label} is sparse or quantized; store its dense parts as separate tensors")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise error(f"{label} is sparse, nested or quantized; store its dense parts as separate tensors")
     if tensor.is_conj() or tensor.is_neg():
         raise error(f"{label} is a lazy conjugate or negation; call resolve_conj() or resolve_neg()")
     if tensor.numel() == 0:

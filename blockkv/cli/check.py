@@ -86,35 +86,42 @@ def _finding_line(finding: blockkv.Finding) -> str:
 def scrub(output: Output, store_path: str, bytes_per_s: int) -> int:
     """Read and verify every chunk, slowly, and drop those that do not verify.
 
-    Cut short, by Ctrl-C, a kill or a crash, the next scrub goes on where this one was: it is meant to be run
-    regularly, on a store that no process has open. A live one does it in the background: `Store.start_scrub`.
+    Cut short by Ctrl-C, the next scrub goes on where this one was; after a kill or a crash, at most a minute
+    before. It is meant to be run regularly, on a store that no process has open. A live one does it in the
+    background: `Store.start_scrub`. What is dropped is told on the standard error stream at once.
 
-    Exits 0 when every chunk verified, 1 when some were dropped or could not be read.
+    Exits 0 when every chunk verified, 1 when some were dropped or could not be read, or metadata was damaged.
     """
     with blockkv.open(store_path) as store, output.progress() as advance:
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             advance("scrubbing", done_bytes, total_bytes)
 
+        # A chunk whose payload did not arrive before a crash was never acknowledged as durable.
+        findings = [finding for finding in store.findings if finding.structure != "chunk"]
         report = store.scrub(bytes_per_s, progress=progress)
+    ok = report.ok and not findings
     document = {
-        "ok": report.ok,
+        "ok": ok,
         "finished": report.finished,
         "resumed": report.resumed,
         "chunks": report.chunks,
         "payload_bytes": report.payload_bytes,
         "damaged_keys": [key_text(key) for key in report.damaged_keys],
         "unread": [{"key": key_text(key), "error": error} for key, error in report.unread],
+        "findings": [_finding_document(finding) for finding in findings],
     }
 
     def text() -> None:
+        for finding in findings:
+            click.echo(f"{finding}")
         for key in report.damaged_keys:
             click.echo(f"dropped: {key_text(key)}")
         for key, error in report.unread:
             click.echo(f"not read: {key_text(key)}: {error}")
-        verdict = "ok" if report.ok else "NOT ok"
+        verdict = "ok" if ok else "NOT ok"
         resumed = ", the rest of a scrub that was cut short" if report.resumed else ""
         click.echo(f"{verdict}: {report.chunks} chunks, {size_text(report.payload_bytes)}{resumed}")
 
     output.document(document, text)
-    return ExitCode.OK if report.ok else ExitCode.NEGATIVE
+    return ExitCode.OK if ok else ExitCode.NEGATIVE

@@ -479,6 +479,11 @@ def _no_garbage_collection() -> Iterator[None]:
 def _tell(device: Device, report: RecoveryReport) -> None:
     lost = report.checkpoint_records_lost + report.chunks_dropped_no_layout + report.chunks_dropped_overlap
     if lost or report.journal_damaged or report.checkpoint_pages_damaged:
-        logger.warning("%s: metadata was damaged; opened without what it described: %s", device.path, report)
+        logger.warning(
+            "%s: metadata was damaged; opened without %d records%s",
+            device.path,
+            lost,
+            " and without the end of the log" if report.journal_damaged else "",
+        )
     elif not report.was_clean:
         logger.info("%s: was not closed; recovered: %s", device.path, report)

@@ -7,6 +7,7 @@ reader is gone.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from blockkv.format.page import PAGE_PAYLOAD_BYTES
 from blockkv.space.allocator import Allocator, Extent
 from blockkv.store.log import Log
 from blockkv.store.recovery import Recovered
+
+logger = logging.getLogger("blockkv")
 
 EVICT_SHARE = 128
 """When full, evict at least 1/128 of the data zone, up to EVICT_LIMIT_UNITS: each round costs one flush."""
@@ -144,6 +147,13 @@ class State:
         self._append_delete(entry.digest)
         self.allocator.quarantine(entry.extents)
         self.counters["chunks_dropped_damaged"] += 1
+        # Not its key: that may be a prompt.
+        logger.warning(
+            "%s: a chunk of %d bytes did not verify and was dropped; key digest %s...",
+            self.device.path,
+            entry.payload_bytes,
+            entry.digest[:8].hex(),
+        )
 
     def lease(self, entry: Entry) -> None:
         """Keep the entry's extents from being reused until `release`."""

@@ -55,6 +55,7 @@ from blockkv.format.superblock import Superblock
 from blockkv.space.allocator import Extent
 from blockkv.store.check import CheckReport, check_store
 from blockkv.store.create import superblock_facts
+from blockkv.store.finding import Finding
 from blockkv.store.gets import GetRun
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
@@ -117,6 +118,8 @@ class Store:
         self._findings = recovered.findings
         self._idle = threading.Condition(self._state.lock)
         self._active_count = 0
+        self._inside = threading.local()
+        """`count` of the store's own operations that this thread is in: closing would wait for itself."""
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
         self._scrub: Scrub | None = None
@@ -164,7 +167,7 @@ class Store:
         with self._state.lock:
             self._check_open()
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(STORE_THREADS, "blockkv-put")
+                self._executor = ThreadPoolExecutor(STORE_THREADS, "blockkv-put", self._go_inside)
         future: StoreFuture[bool] = StoreFuture()
 
         def carry_out() -> None:
@@ -405,6 +408,11 @@ class Store:
             "recovery": asdict(self._recovery),
         }
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was wrong with the metadata when the store was opened, less what a repair has reported."""
+        return tuple(self._findings)
+
     def check(
         self,
         payload: bool = False,
@@ -465,6 +473,7 @@ class Store:
         future: StoreFuture[ScrubReport] = StoreFuture()
 
         def carry_out() -> None:
+            self._go_inside()
             report: ScrubReport | None = None
             problem: BaseException | None = None
             try:
@@ -515,7 +524,14 @@ class Store:
         """Wait for operations under way, make everything durable, write a checkpoint, let the device go.
 
         Idempotent. Raises StoreReadOnly when the last writes failed; the device is let go all the same.
+        Raises InvalidArgument where it would wait for itself: in a `progress` callback, and in a callback
+        that the future of a put runs on the thread of the store.
         """
+        if getattr(self._inside, "count", 0):
+            raise InvalidArgument(
+                f"{self._state.device.path}: close was called from inside an operation of the store, which "
+                "it would wait for; return from the callback first"
+            )
         with interrupts:
             self._close()
 
@@ -578,10 +594,15 @@ class Store:
         """Hold `close` and signal handlers back while it lasts. Raises StoreClosed or StoreReadOnly."""
         with interrupts:
             self._enter(writing)
+            self._go_inside()
             try:
                 yield
             finally:
+                self._inside.count -= 1
                 self._leave()
+
+    def _go_inside(self) -> None:
+        self._inside.count = getattr(self._inside, "count", 0) + 1
 
     def _enter(self, writing: bool = False) -> None:
         with self._state.lock:

@@ -100,6 +100,16 @@ def test_scrub_drops_what_does_not_verify(filled: Path) -> None:
     assert json_answer("check", filled, "--payload")["ok"]
 
 
+def test_scrub_tells_of_metadata_that_was_damaged(filled: Path) -> None:
+    page = json_answer("inspect", "checkpoint", filled)["offset_bytes"]
+    flip(filled, page + 400)
+    document = json_answer("scrub", filled, code=ExitCode.NEGATIVE)
+    assert document["ok"] is False
+    assert document["chunks"] == 0
+    assert [one["structure"] for one in document["findings"]] == ["checkpoint page", "checkpoint"]
+    assert json_answer("scrub", filled)["ok"] is True, "the open of the first one wrote a checkpoint"
+
+
 @pytest.mark.parametrize("rate", ["0", "fast", "-1", "1MiB/h"])
 def test_scrub_refuses_a_rate_that_is_none(filled: Path, rate: str) -> None:
     answered("scrub", filled, "--rate", rate, code=ExitCode.USAGE)

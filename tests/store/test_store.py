@@ -476,3 +476,39 @@ def test_layouts_are_forgotten_with_their_last_chunk(device: SimulatedDevice, op
     store = open_on(device.clone())
     assert len(list(store._state.layouts)) == 10
     assert torch.equal(store.get("k199"), torch.zeros(199))
+
+
+def test_closing_from_inside_an_operation_is_refused(tmp_path: Any) -> None:
+    """It would wait for itself, for ever."""
+    path = tmp_path / "store"
+    blockkv.format(path, size="32MiB")
+    store = blockkv.open(path)
+    store.put_many([(f"k{number}", bytes(5000)) for number in range(5)], durable=True)
+    refusals: list[blockkv.BlockKVError] = []
+
+    def close(*_: object) -> None:
+        try:
+            store.close()
+        except blockkv.BlockKVError as error:
+            refusals.append(error)
+
+    store.scrub(1e12, progress=close)
+    store.start_scrub(1e12, progress=close).result(timeout=60)
+    store.check(payload=True, progress=close)
+    assert len(refusals) >= 3
+    assert all("from inside an operation" in str(error) for error in refusals)
+    told = threading.Event()
+    future = store.submit_put("later", bytes(5000))
+    future.add_done_callback(lambda _: (close(), told.set()))
+    assert told.wait(60)
+    assert future.result() is True
+    store.close()
+    with blockkv.open(path) as again:
+        assert len(again) == 6
+
+
+def test_a_nested_tensor_is_refused_by_name(tmp_path: Any) -> None:
+    blockkv.format(tmp_path / "store", size="32MiB")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with blockkv.open(tmp_path / "store") as store, pytest.raises(blockkv.InvalidArgument, match="nested"):
+        store.put("k", nested)
