@@ -774,6 +774,8 @@ def _close_all() -> None:
 def _abandon_all() -> None:
     for store in list(_open_stores):
         store._closed = "the store belongs to the parent process; open it there or after closing it there"
+        # A thread of the parent may have held it at the fork, and there is none here to let it go.
+        store._state.lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_abandon_all)

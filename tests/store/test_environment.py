@@ -146,6 +146,27 @@ def test_forks_while_everything_is_busy(target: Path) -> None:
         assert store.check(payload=True).ok
 
 
+def test_a_fork_while_another_thread_is_inside(target: Path) -> None:
+    """No thread of the child will ever let the lock go."""
+    with blockkv.open(target) as store:
+        exercise(store)
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store._state.lock:
+                held.set()
+                over.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(PATIENCE_S)
+        try:
+            assert in_child(lambda: refused_in_child(store)) == []
+        finally:
+            over.set()
+            thread.join()
+
+
 def test_a_child_that_lives_on_does_not_keep_the_store(block_targets: Any) -> None:
     device = block_targets(SIZE_BYTES)
     blockkv.format(device)
