@@ -164,6 +164,7 @@ class GivenDevices:
             device = self._partition(max(fitting, key=fitting.__getitem__), size_bytes)
         else:
             self._whole.append(device)
+            subprocess.run(["partx", "--delete", device], capture_output=True, check=False)
         zero_out = ["blkdiscard", "--force", "--zeroout", device]
         subprocess.run(zero_out, check=True, capture_output=True)
         if read_only:

@@ -82,9 +82,7 @@ def main() -> int:
             command.add_argument("--count", type=int, default=200, help="power cuts to look at")
             command.add_argument("--boots", type=int, default=2, help="each ends with a cut of its own")
             command.add_argument("--mutant-cuts", type=int, default=20, help="of a store that does not flush")
-            command.add_argument(
-                "--events", type=int, default=4000, help="at most, before the plug is pulled"
-            )
+            command.add_argument("--events", type=int, default=4000, help="at most, before the plug is out")
             command.add_argument("--lba-bytes", type=int, choices=(512, 4096), default=512)
             command.add_argument("--seed", type=int, default=None, help="default: random, printed")
             command.add_argument("--keep", type=Path, default=None, help="directory for images of violations")
