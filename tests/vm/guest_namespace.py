@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GIVEN_DEVICES
 
 import blockkv
 from blockkv.device.base import Limits
 from blockkv.device.namespace import identify, open_namespace, probe
 
+GIVEN_DEVICES = [Path(name) for name in os.environ["BLOCKKV_TEST_DEVICES"].split(":")]
 MIB = 1 << 20
 STORE_BYTES = 64 * MIB
 
