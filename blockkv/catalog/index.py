@@ -1,68 +1,74 @@
 """The index: which chunks exist, where, and in which order they would leave.
 
-Lookups touch RAM only. Iteration order of the index *is* the eviction order, least recently used first;
-checkpoints write it in that order, so recency survives a restart.
+Lookups touch RAM only. The order of the index *is* the eviction order, least recently used first; checkpoints
+write it in that order, so recency survives a restart. The structure itself is in C (`native/index.h`): the
+encoded record of a chunk and about 24 bytes beside it.
 
 Invariants
-  * every entry's extents are live in the allocator and belong to no other entry;
-  * an entry with leases or pins is never among `victims`;
+  * every chunk's extents are live in the allocator and belong to no other chunk;
+  * a chunk with leases or pins is never among `victims`;
   * `record_bytes` is the sum of the encoded sizes of all entries: what the next checkpoint needs.
 
-Not here: I/O, the free map, when a removed entry's extents may be reused (`blockkv.store`).
+Not here: I/O, the free map, when a removed chunk's extents may be reused (`blockkv.store`), locking: callers
+hold the store's lock.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+import errno
+import secrets
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from blockkv._native import ffi, lib
+from blockkv.device.base import TRANSFER_FIELDS, Batch
+from blockkv.errors import InvalidArgument
 from blockkv.format import record
 from blockkv.format.geometry import unit_count
-from blockkv.format.record import summary_of
-from blockkv.format.scan import PutTable
+from blockkv.format.page import PAGE_PAYLOAD_BYTES
+from blockkv.format.record import DIGEST_BYTES, summary_of
 from blockkv.space.allocator import Extent
 
-_ROW_BITS = 32
-_ROW_MASK = (1 << _ROW_BITS) - 1
-_PAYLOAD_BITS = 26
-"""Enough for the payload of a chunk in a table; a layout id has 32 more, and the sign stays out of it."""
-_PAYLOAD_MASK = (1 << _PAYLOAD_BITS) - 1
+__all__ = ["Entry", "Index", "Snapshot"]
+
+_PAYLOAD_BITS = 32
+"""Of a layout id and a payload size side by side in 64 bits, where the size fits."""
 
 
 class Entry:
-    """One stored chunk: its checked, still encoded PUT record, and who is using it.
+    """One stored chunk, as its checked, still encoded records say. A copy: it does not change.
 
-    Everything but the last three attributes is fixed once the entry is in the index.
+    Entries are equal when they are the same put of the same key.
     """
 
-    __slots__ = (
-        "digest",
-        "group",
-        "layout_id",
-        "leases",
-        "log_sequence",
-        "payload_bytes",
-        "pins",
-        "raw",
-        "tail",
-    )
+    __slots__ = ("layout_id", "log_sequence", "payload_bytes", "place", "raw")
 
-    def __init__(self, digest: bytes, log_sequence: int, raw: bytes, tail: bytes = b"") -> None:
-        self.digest = digest
-        self.log_sequence = log_sequence
-        self.layout_id, self.payload_bytes = summary_of(raw)
+    def __init__(self, place: int, raw: bytes) -> None:
+        self.place = place
+        """Where the index has it; for the index only, and only while it is there or leased."""
         self.raw = raw
-        self.tail = tail
-        """The encoded KEY_TAIL record, where the key did not fit into the PUT record."""
-        self.group = 0
-        """Number of the commit group that makes the chunk durable; 0 when it was read from the device."""
-        self.leases = 0
-        """Transfers in flight on the extents, which must not be reused while it is not 0."""
-        self.pins = 0
+        """The encoded PUT record, and the KEY_TAIL record where the key did not fit into it."""
+        self.layout_id, self.payload_bytes = summary_of(raw)
+        self.log_sequence = int.from_bytes(raw[8:16], "little")
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Entry)
+            and self.log_sequence == other.log_sequence
+            and self.digest == other.digest
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.log_sequence)
+
+    @property
+    def digest(self) -> bytes:
+        return record.digest_of(self.raw)
 
     @property
     def extents(self) -> tuple[Extent, ...]:
@@ -79,183 +85,346 @@ class Entry:
     @property
     def leaves(self) -> bytes:
         """Leaf checksums, 8 bytes each."""
-        put = record.decode(self.raw)
-        assert isinstance(put, record.PutRecord)
-        return put.leaves
+        return self._put.leaves
 
     @property
     def key(self) -> str | bytes:
         """The key as it was given: text or bytes."""
-        put = record.decode(self.raw)
-        assert isinstance(put, record.PutRecord)
+        put = self._put
         key = put.key
-        if self.tail:
-            rest = record.decode(self.tail)
+        if len(self.raw) > record.length_of(self.raw):
+            rest = record.decode(self.raw[record.length_of(self.raw) :])
             assert isinstance(rest, record.KeyTailRecord)
             key += rest.tail
         return key.decode(errors="replace") if put.key_is_text else key
 
     @property
-    def records(self) -> list[bytes]:
-        """The encoded records of the chunk, for the next checkpoint."""
-        return [self.raw, self.tail] if self.tail else [self.raw]
+    def record_bytes(self) -> int:
+        return len(self.raw)
 
     @property
-    def record_bytes(self) -> int:
-        return len(self.raw) + len(self.tail)
+    def _put(self) -> record.PutRecord:
+        put = record.decode(self.raw)
+        assert isinstance(put, record.PutRecord)
+        return put
 
 
 class Index:
-    """Chunks by digest, least recently used first.
+    """Chunks by digest, least recently used first."""
 
-    What a checkpoint held stays in the tables it was read into, and becomes an `Entry` when somebody asks for
-    it: a store of a million chunks opens in little more than the time it takes to read them.
-    """
+    def __init__(self) -> None:
+        self._index = ffi.gc(lib.bkv_index_new(secrets.randbits(64)), lib.bkv_index_free)
+        if not self._index:
+            raise MemoryError
+        self._totals = ffi.new("struct bkv_index_totals *")
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._slots: OrderedDict[bytes, Entry | int] = OrderedDict()
-        """An entry, or the place of one: number of the table << _ROW_BITS | row."""
-        self._made: set[Entry] = set()
-        """The entries among the slots: few beside the rows, after opening a large store."""
-        self._tables: list[PutTable] = []
-        self._in_table: list[NDArray[np.bool_]] = []
-        """Per table, which rows are chunks of this index that have no `Entry` yet."""
-        self.record_bytes = 0
-        self.payload_bytes = 0
-        for entry in entries:
-            self.insert(entry)
+    # -- in all ----------------------------------------------------------------------------------------
+
+    @property
+    def totals(self) -> Any:
+        """`struct bkv_index_totals`, as of now."""
+        lib.bkv_index_totals(self._index, self._totals)
+        return self._totals
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return int(self.totals.chunks)
+
+    @property
+    def record_bytes(self) -> int:
+        """Encoded size of all entries."""
+        return int(self.totals.record_bytes)
+
+    @property
+    def payload_bytes(self) -> int:
+        return int(self.totals.payload_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the index."""
+        return int(self.totals.resident_bytes)
+
+    @property
+    def any_leased(self) -> bool:
+        """Whether transfers are in flight on any chunk, removed or not."""
+        return bool(self.totals.leased)
+
+    # -- one chunk -------------------------------------------------------------------------------------
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._slots
-
-    def __iter__(self) -> Iterator[Entry]:
-        return map(self._entry, self._slots, self._slots.values())
-
-    def load(self, table: PutTable) -> None:
-        """Add a table of checked records, most recently used last. Of one digest the last record counts."""
-        first, expected = len(self._tables) << _ROW_BITS, len(self) + len(table)
-        self._tables.append(table)
-        self._in_table.append(np.ones(len(table), np.bool_))
-        self.record_bytes += int(table.record_bytes.sum())
-        self.payload_bytes += int(table.payload_bytes.sum())
-        self._slots.update(zip(table.digests(), range(first, first + len(table)), strict=True))
-        if len(self) != expected:
-            self._recount()
-
-    def _recount(self) -> None:
-        for rows in self._in_table:
-            rows[:] = False
-        for slot in self._slots.values():
-            if isinstance(slot, int):
-                self._in_table[slot >> _ROW_BITS][slot & _ROW_MASK] = True
-        self._made = {slot for slot in self._slots.values() if isinstance(slot, Entry)}
-        made = sum(entry.record_bytes for entry in self._made)
-        self.record_bytes = made + int(self._column("record_bytes").sum())
-        made = sum(entry.payload_bytes for entry in self._made)
-        self.payload_bytes = made + int(self._column("payload_bytes").sum())
+        return bool(lib.bkv_index_find(self._index, digest))
 
     def get(self, digest: bytes) -> Entry | None:
         """The entry, without touching its place in the eviction order."""
-        slot = self._slots.get(digest)
-        return slot if slot is None else self._entry(digest, slot)
+        place = lib.bkv_index_find(self._index, digest)
+        return self._entry(place) if place else None
 
-    def _entry(self, digest: bytes, slot: Entry | int) -> Entry:
-        if not isinstance(slot, int):
-            return slot
-        number, row = slot >> _ROW_BITS, slot & _ROW_MASK
-        table = self._tables[number]
-        entry = Entry(digest, int(table.log_sequence[row]), table.raw(row))
-        self._slots[digest] = entry
-        self._made.add(entry)
-        self._in_table[number][row] = False
-        return entry
+    def at(self, place: int) -> Entry:
+        """The entry at a place that is leased."""
+        return self._entry(place)
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether that very put is in the index."""
+        return self.get(entry.digest) == entry
 
     def touch(self, digest: bytes) -> None:
-        """Make an entry the last to be evicted. Unknown digests are ignored."""
-        if digest in self._slots:
-            self._slots.move_to_end(digest)
+        """Make a chunk the last to be evicted. Unknown digests are ignored."""
+        place = lib.bkv_index_find(self._index, digest)
+        if place:
+            lib.bkv_index_touch(self._index, place)
 
-    def insert(self, entry: Entry) -> None:
-        """Add an entry, most recently used. The digest must not be present."""
-        assert entry.digest not in self._slots
-        self._slots[entry.digest] = entry
-        self._made.add(entry)
-        self.record_bytes += entry.record_bytes
-        self.payload_bytes += entry.payload_bytes
+    def insert(self, raw: bytes) -> Entry:
+        """Add a chunk, most recently used, by its encoded PUT record and, where there is one, its KEY_TAIL.
+
+        Its digest must not be present.
+        """
+        place = lib.bkv_index_insert(self._index, raw, len(raw))
+        if place == -errno.ENOMEM:
+            raise MemoryError
+        assert place > 0, "the key is in the index already"
+        return Entry(place, raw)
 
     def remove(self, digest: bytes) -> Entry | None:
-        """Take an entry out, or None if there is none."""
-        entry = self.get(digest)
-        if entry is not None:
-            del self._slots[digest]
-            self._made.remove(entry)
-            self.record_bytes -= entry.record_bytes
-            self.payload_bytes -= entry.payload_bytes
+        """Take a chunk out, or None if there is none. With leases it is forgotten with the last `release`."""
+        place = lib.bkv_index_find(self._index, digest)
+        if not place:
+            return None
+        entry = self._entry(place)
+        lib.bkv_index_remove(self._index, place)
+        if not lib.bkv_index_leases(self._index, place):
+            lib.bkv_index_drop(self._index, place)
         return entry
 
     def add_tail(self, digest: bytes, log_sequence: int, raw: bytes) -> None:
-        """Give the entry of that log sequence the rest of its key. Without one nothing happens."""
+        """Give the chunk of that log sequence the rest of its key. Without one nothing happens."""
         entry = self.get(digest)
         if entry is not None and entry.log_sequence == log_sequence:
-            self.record_bytes += len(raw) - len(entry.tail)
-            entry.tail = raw
+            self.remove(digest)
+            self.insert(entry.raw[: record.length_of(entry.raw)] + raw)
+
+    def pin(self, digest: bytes, change: int) -> bool:
+        """Add `change` to the pins of a chunk. False when there is none, or too few pins.
+
+        Raises InvalidArgument where there are too many.
+        """
+        place = lib.bkv_index_find(self._index, digest)
+        if not place:
+            return False
+        if lib.bkv_index_pin(self._index, place, change) >= 0:
+            return True
+        if change > 0:
+            raise InvalidArgument("the chunk was pinned 65535 times; unpin it as often as it is pinned")
+        return False
+
+    def pins(self, entry: Entry) -> int:
+        """How many pins a chunk of the index has."""
+        return int(lib.bkv_index_pin(self._index, entry.place, 0))
+
+    # -- leases ----------------------------------------------------------------------------------------
+
+    def lease(self, entry: Entry) -> None:
+        """Note that a transfer is in flight on a chunk of the index: until `release` it is no victim."""
+        lib.bkv_index_lease(self._index, entry.place)
+
+    def leases(self, entry: Entry) -> int:
+        """How many transfers are in flight on it."""
+        return int(lib.bkv_index_leases(self._index, entry.place))
+
+    def release(self, place: int) -> Entry | None:
+        """Take a lease back. The entry, when it was the last one of a chunk that was removed meanwhile."""
+        if lib.bkv_index_release(self._index, place) or lib.bkv_index_holds(self._index, place):
+            return None
+        entry = self._entry(place)
+        lib.bkv_index_drop(self._index, place)
+        return entry
+
+    def acquire(self, digests: Sequence[bytes]) -> array[int]:
+        """Find, touch and lease many chunks: their places, 0 for a miss."""
+        places = array("I", bytes(4 * len(digests)))
+        lib.bkv_index_acquire(self._index, b"".join(digests), len(digests), _words(places))
+        return places
+
+    def sizes(self, places: array[int]) -> tuple[array[int], array[int], int]:
+        """Payload bytes and layout id of each of the chunks, and how many extents they have together."""
+        payload_bytes, layout_ids = array("Q", bytes(8 * len(places))), array("I", bytes(4 * len(places)))
+        extents = lib.bkv_index_sizes(
+            self._index, _words(places), len(places), _longs(payload_bytes), _words(layout_ids)
+        )
+        return payload_bytes, layout_ids, int(extents)
+
+    def add_transfers(
+        self, batch: Batch, places: array[int], segment_counts: array[int], base_bytes: int, hashed: bool
+    ) -> None:
+        """Make an empty batch, whose memory segments are there, read these leased chunks.
+
+        `segment_counts` says how many segments belong to each; the data zone begins at `base_bytes`.
+        """
+        count = len(places)
+        _, _, extents = self.sizes(places)
+        batch.transfers = array("Q", bytes(8 * TRANSFER_FIELDS * count))
+        batch.extents = array("Q", bytes(16 * extents))
+        leaves = lib.bkv_index_transfers(
+            self._index,
+            _words(places),
+            count,
+            base_bytes,
+            hashed,
+            _words(segment_counts),
+            ffi.from_buffer("struct bkv_transfer[]", batch.transfers),
+            ffi.from_buffer("struct bkv_extent[]", batch.extents),
+        )
+        batch.leaf_values = array("Q", bytes(8 * leaves))
+
+    def verify(self, batch: Batch, places: array[int], layout_checksums: bytes) -> bytes:
+        """One byte for each transfer of a batch that `add_transfers` made and hashed: 1 where its leaves are
+        those of the chunk, read with the layout whose checksum is at its place in `layout_checksums`.
+        """
+        exact = bytearray(len(places))
+        lib.bkv_index_verify(
+            self._index,
+            _words(places),
+            len(places),
+            ffi.from_buffer("struct bkv_transfer[]", batch.transfers),
+            _longs(batch.leaf_values),
+            layout_checksums,
+            ffi.from_buffer("uint8_t[]", exact),
+        )
+        return bytes(exact)
+
+    # -- all chunks ------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Every entry, first to leave first. Do not change the index while iterating."""
+        return self._walk(lib.bkv_index_next)
 
     def victims(self) -> Iterator[Entry]:
         """Entries that may leave, first to go first. Do not change the index while iterating."""
-        return (entry for entry in self if not (entry.leases or entry.pins))
+        return self._walk(lib.bkv_index_next_idle)
 
-    def any_leased(self) -> bool:
-        """Whether transfers are in flight on any entry."""
-        return any(entry.leases for entry in self._made)
+    def reserve(self, chunks: int) -> None:
+        """Make room for so many chunks at once."""
+        if lib.bkv_index_reserve(self._index, chunks):
+            raise MemoryError
 
-    def snapshot(self) -> list[Entry]:
-        """All entries in eviction order, as of now."""
-        return list(self)
+    def load(self, body: memoryview | bytes, record_count: int, data_units: int) -> bool:
+        """Add the records of a checkpoint page, most recently used last; of one digest the last counts.
 
-    def records(self) -> list[bytes]:
-        """The encoded records of all chunks in eviction order."""
-        found: list[bytes] = []
-        for slot in self._slots.values():
-            if isinstance(slot, int):
-                found.append(self._tables[slot >> _ROW_BITS].raw(slot & _ROW_MASK))
-            else:
-                found.extend(slot.records)
-        return found
+        False, with nothing added, unless all of them are PUT records that are right and fill `body`.
+        """
+        code = lib.bkv_index_load(self._index, ffi.from_buffer(body), len(body), record_count, data_units)
+        if code == -errno.ENOMEM:
+            raise MemoryError
+        return not code
 
     def extents(self) -> NDArray[np.int64]:
         """(start, units) of every extent of every chunk, in no order."""
-        listed = [extent for entry in self._made for extent in entry.extents]
-        table = np.column_stack((self._column("start_unit"), self._column("units")))
-        return np.concatenate((np.array(listed, np.int64).reshape(-1, 2), table))
+        found = np.empty((int(self.totals.extents), 2), np.int64)
+        self._export(extents=found)
+        return found
 
     def shapes(self) -> Counter[tuple[int, int]]:
         """How many chunks there are of each (layout id, payload bytes)."""
-        found = Counter((entry.layout_id, entry.payload_bytes) for entry in self._made)
-        joint = self._column("layout_id") << _PAYLOAD_BITS | self._column("payload_bytes")
+        layout_ids = np.empty(len(self), np.uint32)
+        payload_bytes = np.empty(len(self), np.uint64)
+        self._export(layout_ids=layout_ids, payload_bytes=payload_bytes)
+        found: Counter[tuple[int, int]] = Counter()
+        long = payload_bytes >> _PAYLOAD_BITS > 0
+        found.update(zip(layout_ids[long].tolist(), payload_bytes[long].tolist(), strict=True))
+        joint = layout_ids[~long].astype(np.uint64) << _PAYLOAD_BITS | payload_bytes[~long]
         for key, count in zip(*np.unique(joint, return_counts=True), strict=True):
-            found[int(key) >> _PAYLOAD_BITS, int(key) & _PAYLOAD_MASK] += int(count)
+            found[int(key) >> _PAYLOAD_BITS, int(key) & (1 << _PAYLOAD_BITS) - 1] += int(count)
+        return found
+
+    def sums(self) -> tuple[int, int]:
+        """`record_bytes` and `payload_bytes`, counted anew."""
+        record_bytes, payload_bytes = np.empty(len(self), np.uint32), np.empty(len(self), np.uint64)
+        self._export(record_bytes=record_bytes, payload_bytes=payload_bytes)
+        return int(record_bytes.sum(dtype=np.uint64)), int(payload_bytes.sum())
+
+    def digests(self) -> list[bytes]:
+        """All digests, first to leave first."""
+        found: list[bytes] = self._digests().tolist()
         return found
 
     def by_log_sequence(self, after_sequence: int) -> tuple[list[bytes], int]:
-        """The digests of chunks with a later log sequence, in its order, and their payload bytes in all."""
-        made = [entry for entry in self._made if entry.log_sequence > after_sequence]
-        sequences = [np.array([entry.log_sequence for entry in made], np.int64)]
-        digests = [entry.digest for entry in made]
-        payload_bytes = sum(entry.payload_bytes for entry in made)
-        for table, rows in zip(self._tables, self._in_table, strict=True):
-            wanted = rows & (table.log_sequence > after_sequence)
-            sequences.append(table.log_sequence[wanted])
-            digests += itertools.compress(table.digests(), wanted)
-            payload_bytes += int(table.payload_bytes[wanted].sum())
-        order = np.argsort(np.concatenate(sequences), kind="stable").tolist()
-        return [digests[place] for place in order], payload_bytes
+        """The digests of chunks with a later log sequence, in its order, and their payload bytes in all.
 
-    def _column(self, name: str) -> NDArray[np.int64]:
-        """One field of all chunks that are still in tables."""
-        columns = [
-            getattr(table, name)[rows] for table, rows in zip(self._tables, self._in_table, strict=True)
+        All of them after sequence 0.
+        """
+        sequences, payload_bytes = np.empty(len(self), np.uint64), np.empty(len(self), np.uint64)
+        self._export(log_sequences=sequences, payload_bytes=payload_bytes)
+        order = np.argsort(sequences, kind="stable")
+        order = order[int(np.searchsorted(sequences[order], after_sequence, "right")) :]
+        found: list[bytes] = self._digests()[order].tolist()
+        return found, int(payload_bytes[order].sum())
+
+    def snapshot(self) -> Snapshot:
+        """All records as of now, to be read while the index changes. One at a time."""
+        return Snapshot(self._index)
+
+    def _digests(self) -> NDArray[np.void]:
+        found = np.empty(len(self) * DIGEST_BYTES, np.uint8)
+        self._export(digests=found)
+        return found.view(f"V{DIGEST_BYTES}")
+
+    def _entry(self, place: int) -> Entry:
+        length = ffi.new("uint32_t *")
+        records = lib.bkv_index_records(self._index, place, length)
+        return Entry(place, ffi.buffer(records, length[0])[:])
+
+    def _walk(self, following: Any) -> Iterator[Entry]:
+        place = 0
+        while place := following(self._index, place):
+            yield self._entry(place)
+
+    def _export(self, **columns: NDArray[Any]) -> None:
+        held = {name: ffi.from_buffer(_CTYPES[column.itemsize], column) for name, column in columns.items()}
+        lib.bkv_index_export(self._index, ffi.new("struct bkv_index_columns *", held))
+
+
+class Snapshot:
+    """The records of all chunks as of one moment, in eviction order, in page bodies.
+
+    Call `close`, with the store's lock held like everything else.
+    """
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+        code = lib.bkv_index_snapshot_begin(index)
+        assert not code, "a snapshot is under way"
+
+    def bodies(self, count: int) -> list[tuple[bytes, int]]:
+        """The next `count` or fewer page bodies with the number of records in each; none at the end."""
+        memory = bytearray(count * PAGE_PAYLOAD_BYTES)
+        lengths, records = array("H", bytes(2 * count)), array("H", bytes(2 * count))
+        made = lib.bkv_index_snapshot_next(
+            self._index,
+            count,
+            ffi.from_buffer("uint8_t[]", memory),
+            ffi.from_buffer("uint16_t[]", lengths),
+            ffi.from_buffer("uint16_t[]", records),
+        )
+        if made < 0:
+            raise MemoryError
+        view = memoryview(memory)
+        return [
+            (bytes(view[start : start + lengths[page]]), records[page])
+            for page, start in enumerate(range(0, made * PAGE_PAYLOAD_BYTES, PAGE_PAYLOAD_BYTES))
         ]
-        return np.concatenate([*columns, np.zeros(0, np.int64)])
+
+    def close(self) -> None:
+        """Let another snapshot begin."""
+        lib.bkv_index_snapshot_end(self._index)
+
+
+_CTYPES = {1: "uint8_t[]", 4: "uint32_t[]", 8: "uint64_t[]"}
+
+assert lib.BKV_PAGE_PAYLOAD_BYTES == PAGE_PAYLOAD_BYTES
+assert lib.BKV_DIGEST_BYTES == DIGEST_BYTES
+
+
+def _words(values: array[int]) -> Any:
+    return ffi.from_buffer("uint32_t[]", values)
+
+
+def _longs(values: array[int]) -> Any:
+    return ffi.from_buffer("uint64_t[]", values)

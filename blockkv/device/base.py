@@ -144,6 +144,13 @@ class Batch:
         value = self.transfers[position * TRANSFER_FIELDS + 5] & 0xFFFFFFFF
         return value - (1 << 32) if value & 0x80000000 else value
 
+    def failed(self) -> list[tuple[int, int]]:
+        """(position, negative errno) of every transfer that did not succeed. Valid once the batch is done."""
+        if not any(self.transfers[TRANSFER_FIELDS - 1 :: TRANSFER_FIELDS]):
+            return []
+        codes = [(position, self.result(position)) for position in range(len(self))]
+        return [(position, code) for position, code in codes if code]
+
     def set_result(self, position: int, value: int) -> None:
         """For devices only: record the outcome of one transfer."""
         self.transfers[position * TRANSFER_FIELDS + 5] = value & 0xFFFFFFFF

@@ -130,10 +130,25 @@ def encode_page(
 
     Raises InvalidArgument when the records do not fit or a field is out of range.
     """
-    body = b"".join(records)
+    return encode_body(
+        kind, store_id, sequence, epoch, link, sealed_sequence, b"".join(records), len(records)
+    )
+
+
+def encode_body(
+    kind: PageKind,
+    store_id: bytes,
+    sequence: int,
+    epoch: int,
+    link: bytes,
+    sealed_sequence: int,
+    body: bytes,
+    record_count: int,
+) -> bytes:
+    """One page of `PAGE_BYTES` with a body of encoded records. Raises as `encode_page` does."""
     if len(body) > PAGE_PAYLOAD_BYTES:
         raise InvalidArgument(
-            f"{len(records)} records of {len(body)} bytes exceed {PAGE_PAYLOAD_BYTES} in a page"
+            f"{record_count} records of {len(body)} bytes exceed {PAGE_PAYLOAD_BYTES} in a page"
         )
     if len(store_id) != 16 or len(link) != 16:
         raise InvalidArgument(f"store id of {len(store_id)} and link of {len(link)} bytes must have 16 each")
@@ -142,7 +157,7 @@ def encode_page(
             f"sequence {sequence}, sealed {sealed_sequence}, epoch {epoch} are out of range"
         )
     header = _pack_header(
-        b"", store_id, link, sequence, epoch, sealed_sequence, kind, len(records), len(body), b""
+        b"", store_id, link, sequence, epoch, sealed_sequence, kind, record_count, len(body), b""
     )
     content = header[CHECKSUM_BYTES:] + body
     content += _ZEROS[: PAGE_BYTES - CHECKSUM_BYTES - len(content)]

@@ -49,6 +49,7 @@ __all__ = [
     "MAX_KEY_BYTES",
     "MAX_LAYOUT_ID",
     "PUT_RECORD",
+    "SHORTEST_PUT_BYTES",
     "DeleteRecord",
     "KeyTailRecord",
     "LayoutRecord",
@@ -58,6 +59,7 @@ __all__ = [
     "RecordMalformed",
     "RecordView",
     "decode",
+    "digest_of",
     "encode_delete",
     "encode_layout",
     "encode_put",
@@ -65,6 +67,7 @@ __all__ = [
     "iterate_records",
     "key_digest",
     "layout_checksum",
+    "length_of",
     "put_bytes_at_most",
     "root_checksum",
     "root_of",
@@ -154,6 +157,7 @@ MAX_LAYOUT_ID = (1 << 32) - 2
 """The superblock's `next_layout_id` must still be able to exceed it."""
 
 _ROOT_OFFSET = PUT_RECORD.offsets["root"]
+_DIGEST_OFFSET = PUT_RECORD.offsets["digest"]
 _pack_put = PUT_RECORD.struct.pack
 _unpack_put = PUT_RECORD.struct.unpack_from
 _unpack_delete = DELETE_RECORD.struct.unpack_from
@@ -162,6 +166,8 @@ _unpack_tail = KEY_TAIL_RECORD.struct.unpack_from
 summary_of: Callable[[bytes], tuple[int, int]] = struct.Struct("<4xI40xQ").unpack_from
 """(layout id, payload bytes) of an accepted PUT record, without decoding the rest of it: bytes 4 and 48."""
 _unpack_word = struct.Struct("<Q").unpack_from
+SHORTEST_PUT_BYTES = 96
+"""A PUT record of one extent, one leaf and a key of up to four bytes: 92 bytes and padding."""
 _ZEROS = tuple(bytes(length) for length in range(8))
 _START_MASK = MAX_DATA_UNITS - 1
 
@@ -456,6 +462,16 @@ def extents_of(raw: bytes) -> tuple[tuple[int, int], ...]:
 def root_of(raw: bytes) -> bytes:
     """The root checksum of an accepted PUT record, without decoding the rest of it. 16 bytes."""
     return raw[_ROOT_OFFSET : _ROOT_OFFSET + 16]
+
+
+def digest_of(raw: bytes) -> bytes:
+    """The key digest of an accepted PUT record, without decoding the rest of it. 32 bytes."""
+    return raw[_DIGEST_OFFSET : _DIGEST_OFFSET + DIGEST_BYTES]
+
+
+def length_of(raw: bytes) -> int:
+    """The length of the accepted record that `raw` begins with."""
+    return raw[0] | raw[1] << 8
 
 
 def put_bytes_at_most(payload_bytes: int, key_bytes: int) -> int:

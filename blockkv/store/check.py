@@ -61,7 +61,7 @@ def check_store(
     findings = list(found_at_open)
     with state.lock:
         chunk_count = len(state.index)
-        digests, _ = state.index.by_log_sequence(-1) if payload else ([], 0)
+        digests, _ = state.index.by_log_sequence(0) if payload else ([], 0)
         total_bytes = state.index.payload_bytes
         findings += _disagreements(state)
     if payload:
@@ -92,17 +92,17 @@ def check_store(
 
 def _disagreements(state: State) -> list[Finding]:
     """What index and free map say that cannot both be true. The caller holds the lock."""
-    entries = state.index.snapshot()
+    index = state.index
     found = []
     if not (state.claims or state.any_leased()):
-        live = [extent for entry in entries for extent in entry.extents]
         try:
-            state.allocator.check(live)
+            state.allocator.check(map(tuple, index.extents().tolist()))
         except AssertionError as error:
             found.append(Finding("free map", str(error), Remedy.REOPEN))
+    record_bytes, payload_bytes = index.sums()
     for name, stored, summed in (
-        ("record", state.index.record_bytes, sum(entry.record_bytes for entry in entries)),
-        ("payload", state.index.payload_bytes, sum(entry.payload_bytes for entry in entries)),
+        ("record", index.record_bytes, record_bytes),
+        ("payload", index.payload_bytes, payload_bytes),
     ):
         if stored != summed:
             what = f"its chunks have {summed} {name} bytes, and it counts {stored}"

@@ -2,35 +2,41 @@
 
 What does not verify is a miss: the record is dropped, its extents are set aside, and the memory it was
 read into is zeroed so that nobody mistakes it for the chunk.
+
+Many keys go through the index and to the device in one call each; Python touches a key to look at what was
+asked for and at the tensors it goes into.
 """
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockkv.catalog.index import Entry
-from blockkv.device.base import Direction, Priority, device_error
+from blockkv.catalog.layouts import Layout
+from blockkv.device.base import Batch, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, DeviceLost
 from blockkv.format.record import key_digest
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
-from blockkv.store.verify import is_damage, root_checksum
+from blockkv.store.verify import is_damage
 from blockkv.store.waves import Wave, WaveRun
 from blockkv.tensors import Described, allocate, describe_output
+
+LOOKUP_KEYS = 256
+"""Keys looked up in one go: they are leased from then on."""
 
 
 @dataclass(slots=True)
 class _Get:
     position: int
-    entry: Entry
+    place: int
+    layout: Layout
     described: Described
     value: Any
-    failure: str = ""
-    """The counter of what went wrong, or "" for a hit."""
 
 
 class GetRun(WaveRun[_Get]):
@@ -57,89 +63,126 @@ class GetRun(WaveRun[_Get]):
     def run(self, keys: Sequence[Key], outputs: Sequence[Any] | None) -> None:
         """Carry out all gets; one key's fault never stops its neighbours."""
         try:
-            for position, key in enumerate(keys):
+            for first in range(0, len(keys), LOOKUP_KEYS):
                 interrupts.deliver()
-                self._add(position, key, outputs[position] if outputs is not None else None)
+                self._add(first, keys[first : first + LOOKUP_KEYS], outputs)
         finally:
             self._drain()
 
     def submit(self, key: Key, output: Any) -> None:
         """Start the only get of an asynchronous run; `then` is called once, possibly before this returns."""
         assert self._then is not None
-        self._add(0, key, output)
+        self._add(0, [key], [output] if self._into_outputs else None)
         if self._wave.items:
             self._start()
         elif not self._started_count:
             self._then(None)
 
-    def _add(self, position: int, key: Key, output: Any) -> None:
+    def _add(self, first: int, keys: Sequence[Key], outputs: Sequence[Any] | None) -> None:
+        """Look up and enqueue the gets from position `first` on."""
         state = self._state
-        try:
-            digest = key_digest(encode_key(key))
-        except BlockKVError as error:
-            self.errors[position] = error
-            return
-        with state.lock:
-            entry = state.index.get(digest)
-            if entry is None:
-                state.counters["get_misses"] += 1
-                return
-            state.index.touch(digest)
-            state.lease(entry)
-            layout = state.layouts[entry.layout_id]
-        try:
-            if self._into_outputs:
-                value, described = True, describe_output(output, layout)
+        positions: list[int] = []
+        digests: list[bytes] = []
+        for position, key in enumerate(keys, first):
+            try:
+                digests.append(key_digest(encode_key(key)))
+            except BlockKVError as error:
+                self.errors[position] = error
             else:
-                value, described = allocate(layout)
-        except BaseException as error:
-            with state.lock:
-                state.release(entry)
-            if not isinstance(error, BlockKVError):
-                raise
-            self.errors[position] = error
-            return
-        get = _Get(position, entry, described, value)
-        self._enqueue(get, described, entry.extents, hashed=state.options.verify)
+                positions.append(position)
+        with state.lock:
+            places = state.index.acquire(digests)
+            found = array("I", filter(None, places))
+            _, layout_ids, _ = state.index.sizes(found)
+            layouts = [state.layouts[layout_id] for layout_id in layout_ids]
+            state.counters["get_misses"] += len(places) - len(found)
+        if len(found) < len(places):
+            positions = [position for position, place in zip(positions, places, strict=True) if place]
+        taken = 0
+        try:
+            for position, place, layout in zip(positions, found, layouts, strict=True):
+                try:
+                    if outputs is not None:
+                        value, described = True, describe_output(outputs[position], layout)
+                    else:
+                        value, described = allocate(layout)
+                except BlockKVError as error:
+                    self.errors[position] = error
+                    self._let_go([place])
+                    taken += 1
+                else:
+                    taken += 1
+                    self._enqueue(_Get(position, place, layout, described, value), described.payload_bytes)
+        finally:
+            self._let_go(found[taken:])
+
+    def _let_go(self, places: Sequence[int]) -> None:
+        if places:
+            with self._state.lock:
+                self._state.release(places)
+
+    def _fill(self, batch: Batch, items: list[_Get]) -> None:
+        state = self._state
+        segment_counts = array("I")
+        for get in items:
+            segments = get.described.segments
+            segment_counts.append(len(segments))
+            for segment in segments:
+                batch.segments.extend(segment)
+            batch.keepalive.append(get.described.keepalive)
+        places = array("I", [get.place for get in items])
+        base_bytes = state.geometry.data.offset_bytes
+        with state.lock:
+            state.index.add_transfers(batch, places, segment_counts, base_bytes, state.options.verify)
 
     def _complete(self, wave: Wave[_Get]) -> None:
         state = self._state
+        failures = self._failures(wave)
+        payload_bytes = copied_bytes = 0
         for number, get in enumerate(wave.items):
-            code = wave.batch.result(number)
-            if wave.refusal is not None:
-                self.errors[get.position] = wave.refusal
-                get.failure = "get_refused"
-            elif code:
-                error = device_error(
-                    state.device.path, f"reading a chunk of {get.entry.payload_bytes} bytes", code
-                )
-                if isinstance(error, DeviceLost):
-                    self.errors[get.position] = error
-                    get.failure = "get_device_lost"
-                else:
-                    get.failure = "get_device_error" if is_damage(code) else "get_transient_error"
-            elif state.options.verify and not self._verifies(get, wave.batch.leaves(number)):
-                get.failure = "get_checksum_mismatch"
-            else:
-                for target, stand_in in get.described.scatter_back or ():
-                    target.copy_(stand_in)
-                self.results[get.position] = get.value
-            if get.failure:
+            if number in failures:
                 for address, size_bytes in get.described.segments:
                     ctypes.memset(address, 0, size_bytes)
+                continue
+            for target, stand_in in get.described.scatter_back or ():
+                target.copy_(stand_in)
+            self.results[get.position] = get.value
+            payload_bytes += get.described.payload_bytes
+            copied_bytes += get.described.copied_bytes
         with state.changing:
-            for get in wave.items:
-                if get.failure in ("get_checksum_mismatch", "get_device_error"):
-                    state.drop_damaged(get.entry)
-                state.release(get.entry)
-                if get.failure:
-                    state.counters[get.failure] += 1
-                    state.counters["get_misses"] += 1
-                else:
-                    state.counters["get_chunks"] += 1
-                    state.counters["get_bytes"] += get.entry.payload_bytes
-                    state.counters["get_copied_bytes"] += get.described.copied_bytes
+            for number, failure in failures.items():
+                if failure in ("get_checksum_mismatch", "get_device_error"):
+                    state.drop_damaged(state.index.at(wave.items[number].place))
+                state.counters[failure] += 1
+                state.counters["get_misses"] += 1
+            state.counters["get_chunks"] += len(wave.items) - len(failures)
+            state.counters["get_bytes"] += payload_bytes
+            state.counters["get_copied_bytes"] += copied_bytes
+            state.release([get.place for get in wave.items])
 
-    def _verifies(self, get: _Get, leaves: bytes) -> bool:
-        entry = get.entry
-        return root_checksum(entry.digest, entry.payload_bytes, get.described.layout, leaves) == entry.root
+    def _failures(self, wave: Wave[_Get]) -> dict[int, str]:
+        """Which items of a wave are no hits, each with the counter of what went wrong."""
+        state, batch = self._state, wave.batch
+        if wave.refusal is not None:
+            for get in wave.items:
+                self.errors[get.position] = wave.refusal
+            return dict.fromkeys(range(len(wave.items)), "get_refused")
+        failures = {number: self._judge(wave.items[number], code) for number, code in batch.failed()}
+        if state.options.verify:
+            layout_checksums = b"".join([get.layout.digest for get in wave.items])
+            places = array("I", [get.place for get in wave.items])
+            with state.lock:
+                exact = state.index.verify(batch, places, layout_checksums)
+            if not all(exact):
+                for number, is_exact in enumerate(exact):
+                    if not is_exact:
+                        failures.setdefault(number, "get_checksum_mismatch")
+        return failures
+
+    def _judge(self, get: _Get, code: int) -> str:
+        size_bytes = get.described.payload_bytes
+        error = device_error(self._state.device.path, f"reading a chunk of {size_bytes} bytes", code)
+        if isinstance(error, DeviceLost):
+            self.errors[get.position] = error
+            return "get_device_lost"
+        return "get_device_error" if is_damage(code) else "get_transient_error"

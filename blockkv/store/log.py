@@ -28,8 +28,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, DeviceError, StoreFull, StoreReadOnly
@@ -54,7 +55,8 @@ CHECKPOINT_WRITE_BYTES = 4 << 20
 class Group:
     """Records that become durable together."""
 
-    number: int
+    last_sequence: int
+    """Log sequence of the last record, or where there is none of the last one before."""
     records: list[bytes] = field(default_factory=list)
     record_bytes: int = 0
 
@@ -69,8 +71,16 @@ class Tail:
     next_log_sequence: int
 
 
-Snapshot = Callable[[], tuple[list[bytes], int]]
-"""Every record a checkpoint holds, in the order to write them, and the next layout number."""
+class Snapshot(Protocol):
+    """Every record a checkpoint holds, as of the moment it was taken."""
+
+    next_layout_id: int
+
+    def bodies(self) -> Iterator[tuple[bytes, int]]:
+        """Page bodies, in the order to write them, and the number of records in each. Takes the lock."""
+
+    def close(self) -> None:
+        """Let it go. The caller holds no lock."""
 
 
 class Log:
@@ -83,15 +93,15 @@ class Log:
         tail: Tail,
         lock: threading.RLock,
         allocator: Allocator,
-        snapshot: Snapshot,
+        take_snapshot: Callable[[], Snapshot],
         *,
         discard: bool = False,
     ) -> None:
         self.superblock = superblock
         self.geometry: Geometry = superblock.geometry
         self.failure: BaseException | None = None
-        self.durable_number = 0
-        """Every group up to this one is on media."""
+        self.durable_sequence = tail.next_log_sequence - 1
+        """Every record up to this log sequence is on media."""
         self.groups_committed = 0
         self.pages_written = 0
         self.checkpoints_written = 0
@@ -102,9 +112,9 @@ class Log:
         self._tail = tail
         self._lock = lock
         self._allocator = allocator
-        self._snapshot = snapshot
+        self._take_snapshot = take_snapshot
         self._discard = discard
-        self._pending = Group(1)
+        self._pending = Group(self.durable_sequence)
         self._commit_lock = threading.Lock()
         self._checkpoint_lock = threading.Lock()
         self._work = threading.Condition(lock)
@@ -125,39 +135,42 @@ class Log:
         return self._tail.next_log_sequence - 1
 
     def append(self, records: Iterable[bytes]) -> int:
-        """Add encoded records to the pending group and return its number. Store lock held."""
+        """Add encoded records to the pending group. Returns the log sequence of the last. Store lock held."""
         group = self._pending
         for record in records:
             group.records.append(record)
             group.record_bytes += len(record)
+        group.last_sequence = self.newest_log_sequence
         self._work.notify()
-        return group.number
+        return group.last_sequence
 
     # -- commit ----------------------------------------------------------------------------------------
 
-    def commit(self, number: int | None = None) -> None:
-        """Return once group `number` (default: everything appended so far) is durable.
+    def commit(self, log_sequence: int | None = None) -> None:
+        """Return once the record of `log_sequence` (default: everything appended so far) is durable.
 
         Raises StoreReadOnly when the log cannot be written any more.
         """
         with self._lock:
-            newest = self._pending.number if self._pending.records else self._pending.number - 1
-        wanted = newest if number is None else min(number, newest)
-        while wanted > self.durable_number:
+            newest = self._pending.last_sequence
+        wanted = newest if log_sequence is None else min(log_sequence, newest)
+        while wanted > self.durable_sequence:
             if not self._commit_pending(wanted):
-                self.checkpoint(needed=lambda: wanted > self.durable_number and not self._fits(self._pending))
+                self.checkpoint(
+                    needed=lambda: wanted > self.durable_sequence and not self._fits(self._pending)
+                )
 
-    def _commit_pending(self, number: int) -> bool:
-        """Write the pending group unless `number` is durable already; False when the journal is too full."""
+    def _commit_pending(self, wanted: int) -> bool:
+        """Write the pending group unless `wanted` is durable already; False when the journal is too full."""
         with self._commit_lock:
             self.check_writable()
-            if number <= self.durable_number:
+            if wanted <= self.durable_sequence:
                 return True
             with self._lock:
                 group = self._pending
                 if not self._fits(group):
                     return False
-                self._pending = Group(group.number + 1)
+                self._pending = Group(group.last_sequence)
             try:
                 self._write_pages(group)
                 self._settle(group)
@@ -204,16 +217,16 @@ class Log:
     def _settle(self, group: Group) -> None:
         """The group is on media: what it deleted becomes free."""
         if self._discard:
-            self._discard_freed(group.number)
+            self._discard_freed(group.last_sequence)
         with self._lock:
-            self.durable_number = group.number
+            self.durable_sequence = group.last_sequence
             self.groups_committed += 1
-            self._allocator.settle(group.number)
+            self._allocator.settle(group.last_sequence)
 
-    def _discard_freed(self, number: int) -> None:
+    def _discard_freed(self, log_sequence: int) -> None:
         # Before they become free: a discard of an extent that was given out again would destroy live data.
         with self._lock:
-            freed = list(self._allocator.pending_extents(number))
+            freed = list(self._allocator.pending_extents(log_sequence))
         for start, count in freed:
             try:
                 self._device.discard(self.geometry.unit_offset(start), count * UNIT_BYTES)
@@ -243,19 +256,19 @@ class Log:
                     return
                 started = time.monotonic()
                 with self._lock:
-                    records, next_layout_id = self._snapshot()
+                    snapshot = self._take_snapshot()
                     log_sequence = self._tail.next_log_sequence - 1
                     covered: Group | None = None
                     if hold_commits:
                         covered = self._pending
-                        self._pending = Group(covered.number + 1)
+                        self._pending = Group(covered.last_sequence)
                     anchor = dataclasses.replace(self._tail)
                     scrub_sequence = self.scrub_sequence
                 if not hold_commits:
                     self._commit_lock.release()
                     held = False
                 try:
-                    superblock = self._write_checkpoint(records, log_sequence, next_layout_id, anchor, clean)
+                    superblock = self._write_checkpoint(snapshot, log_sequence, anchor, clean)
                     superblock = dataclasses.replace(superblock, scrub_sequence=scrub_sequence)
                     write_superblock(self._device, superblock)
                 except DeviceError as error:
@@ -266,12 +279,14 @@ class Log:
                         with self._lock:
                             covered.records.extend(self._pending.records)
                             covered.record_bytes += self._pending.record_bytes
-                            covered.number = self._pending.number
+                            covered.last_sequence = self._pending.last_sequence
                             self._pending = covered
                     raise
                 except BaseException as error:
                     self.fail(error)
                     raise
+                finally:
+                    snapshot.close()
                 self.superblock = superblock
                 self.checkpoints_written += 1
                 self.checkpoint_s += time.monotonic() - started
@@ -283,16 +298,15 @@ class Log:
 
     def _write_checkpoint(
         self,
-        records: list[bytes],
+        snapshot: Snapshot,
         log_sequence: int,
-        next_layout_id: int,
         anchor: Tail,
         clean: bool,
     ) -> Superblock:
         area = 1 - self.superblock.checkpoint_area
         zone = self.geometry.checkpoints[area]
         checkpoint_id = os.urandom(16)
-        offset, page_count = zone.offset_bytes, 0
+        offset, page_count, record_count = zone.offset_bytes, 0, 0
         burst: list[bytes] = []
 
         def write_burst() -> None:
@@ -307,7 +321,15 @@ class Log:
             offset += len(data)
             burst.clear()
 
-        for page in checkpoint.pack(records, self.superblock.uuid, checkpoint_id, self.superblock.epoch):
+        def counted_bodies() -> Iterator[tuple[bytes, int]]:
+            nonlocal record_count
+            for body, records in snapshot.bodies():
+                record_count += records
+                yield body, records
+
+        for page in checkpoint.pages(
+            counted_bodies(), self.superblock.uuid, checkpoint_id, self.superblock.epoch
+        ):
             burst.append(page)
             page_count += 1
             if len(burst) * PAGE_BYTES >= CHECKPOINT_WRITE_BYTES:
@@ -321,11 +343,11 @@ class Log:
             checkpoint_area=area,
             checkpoint_id=checkpoint_id,
             checkpoint_page_count=page_count,
-            checkpoint_record_count=len(records),
+            checkpoint_record_count=record_count,
             log_sequence=log_sequence,
             replay_from_sequence=anchor.next_sequence,
             replay_predecessor=anchor.predecessor,
-            next_layout_id=next_layout_id,
+            next_layout_id=snapshot.next_layout_id,
             clean=clean,
         )
 

@@ -6,14 +6,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from blockkv.device.base import UNIT_BYTES, Direction, Priority, device_error
+from blockkv.device.base import UNIT_BYTES, Batch, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, StoreFull
+from blockkv.format.geometry import leaf_bytes_for
 from blockkv.format.record import key_digest, put_bytes_at_most
 from blockkv.space.allocator import Extent
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
-from blockkv.store.verify import root_checksum
+from blockkv.store.verify import device_extents, root_checksum
 from blockkv.store.waves import Wave, WaveRun
 from blockkv.tensors import Described, Tensors, describe
 
@@ -44,8 +45,8 @@ class PutRun(WaveRun[_Put]):
         super().__init__(state)
         self.results = [False] * count
         self.errors: dict[int, BlockKVError] = {}
-        self.last_group = 0
-        """The newest commit group that any of the keys, written or found, needs to be durable."""
+        self.last_sequence = 0
+        """The newest log sequence of any of the keys, written or found: all are durable when it is."""
         self._own: set[bytes] = set()
         self._postponed: list[tuple[bytes, int, Key, Tensors]] = []
 
@@ -81,7 +82,7 @@ class PutRun(WaveRun[_Put]):
             if entry is not None:
                 state.counters["put_existing"] += 1
                 state.index.touch(digest)
-                self.last_group = max(self.last_group, entry.group)
+                self.last_sequence = max(self.last_sequence, entry.log_sequence)
                 return
             if digest in state.claims:
                 if digest not in self._own:
@@ -103,7 +104,18 @@ class PutRun(WaveRun[_Put]):
             self.errors[position] = error
             return
         put = _Put(position, encoded, isinstance(key, str), digest, described, record_bytes, extents)
-        self._enqueue(put, described, extents, hashed=True)
+        self._enqueue(put, described.payload_bytes)
+
+    def _fill(self, batch: Batch, items: list[_Put]) -> None:
+        for put in items:
+            described = put.described
+            batch.keepalive.append(described.keepalive)
+            batch.add(
+                described.payload_bytes,
+                device_extents(self._state.geometry, put.extents),
+                described.segments,
+                leaf_bytes_for(described.payload_bytes),
+            )
 
     def _allocate(self, payload_bytes: int, record_bytes: int) -> tuple[Extent, ...]:
         """Extents for a chunk, evicting as needed; reserves `record_bytes` of the next checkpoint."""
@@ -183,7 +195,7 @@ class PutRun(WaveRun[_Put]):
 
     def _publish(self, put: _Put, leaves: bytes, root: bytes) -> None:
         state, described = self._state, put.described
-        self.last_group = state.insert(
+        self.last_sequence = state.insert(
             digest=put.digest,
             key=put.key,
             key_is_text=put.key_is_text,

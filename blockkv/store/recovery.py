@@ -37,7 +37,6 @@ from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, SLOTS_PER_COPY, slot
 from blockkv.format.journal import EndReason, Replay, ReplayEnd, page_index
 from blockkv.format.page import COUNTER_LIMIT
 from blockkv.format.record import LayoutRecord, Operation, RecordView
-from blockkv.format.scan import PutTable
 from blockkv.format.superblock import Superblock, SuperblockRejected
 from blockkv.space.allocator import Allocator, Extent
 from blockkv.store.finding import Finding, Remedy, chunk_finding, slot_findings
@@ -208,11 +207,13 @@ def _load_checkpoint(
         for done in range(0, length_bytes, READ_AHEAD_BYTES)
     )
     reader = CheckpointReader(pieces, found)
-    for run in reader.runs():
-        if isinstance(run, PutTable):
-            index.load(run)
+    index.reserve(min(found.checkpoint_record_count, length_bytes // record.SHORTEST_PUT_BYTES))
+    for body in reader.bodies():
+        # Nearly every page holds nothing but PUT records, and those the index reads itself.
+        if index.load(body.records, body.record_count, found.geometry.data_units):
+            reader.record_count += body.record_count
         else:
-            for view in run:
+            for view in reader.records(body):
                 _apply(view, index, layouts)
     report.checkpoint_pages_damaged = reader.damaged_pages
     report.checkpoint_records_lost = reader.lost_records
@@ -265,10 +266,8 @@ def _apply(view: RecordView, index: Index, layouts: Layouts) -> Entry | None:
     """One record's effect. Returns the entry that a PUT made."""
     operation, log_sequence, digest, raw = view
     if operation == Operation.PUT:
-        entry = Entry(digest, log_sequence, raw)
         index.remove(digest)
-        index.insert(entry)
-        return entry
+        return index.insert(raw)
     if operation == Operation.DELETE:
         index.remove(digest)
     elif operation == Operation.KEY_TAIL:
@@ -376,7 +375,7 @@ def _verify_unsealed(
     findings: list[Finding],
 ) -> list[Dropped]:
     """Read the payload of the last group's chunks: their page may have landed where their data did not."""
-    suspects = [entry for entry in unsealed if index.get(entry.digest) is entry]
+    suspects = [entry for entry in unsealed if index.holds(entry)]
     report.chunks_unsealed = len(suspects)
     failed = []
     for entry, outcome in verify_chunks(device, found.geometry, suspects, layouts):

@@ -106,8 +106,7 @@ def sweep(
                 for (entry, _), outcome in zip(live, outcomes, strict=False):  # none where reading raised
                     if drop and is_damage(outcome):
                         state.drop_damaged(entry)
-                for entry, _ in live:
-                    state.release(entry)
+                state.release([entry.place for entry, _ in live])
         yield [(entry, outcome) for (entry, _), outcome in zip(live, outcomes, strict=True)]
 
 
@@ -168,7 +167,7 @@ class Scrub:
         with state.lock:
             begun_at = state.log.scrub_sequence
             newest = state.log.newest_log_sequence
-            digests, total_bytes = state.index.by_log_sequence(begun_at or -1)
+            digests, total_bytes = state.index.by_log_sequence(begun_at)
         finished = not self._stopped.is_set()
         for wave in sweep(state, digests if finished else [], self._wave_bytes):
             wave_bytes = sum(entry.payload_bytes for entry, _ in wave)

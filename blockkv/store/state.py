@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from blockkv.catalog.layouts import Layout, Layouts
 from blockkv.device.base import UNIT_BYTES, Device
 from blockkv.errors import BlockKVError
 from blockkv.format import record
+from blockkv.format.checkpoint import bodies_of
 from blockkv.format.geometry import Geometry
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
 from blockkv.space.allocator import Allocator, Extent
@@ -39,6 +41,10 @@ class Options:
     verify: bool = True
     discard: bool = False
     commit_interval_ms: float | None = 10.0
+
+
+SNAPSHOT_PAGES = 256
+"""Page bodies of a checkpoint made while the lock is held: a fraction of a millisecond."""
 
 
 class _Changing:
@@ -85,15 +91,17 @@ class State:
         self.reserved_record_bytes = 0
         """Record bytes of chunks being written: they will need room in the next checkpoint too."""
         self._deleted: dict[int, int] = {}
-        """Entries deleted while leased, by identity: the group of their DELETE record."""
-        self._record_limit_bytes = self.geometry.checkpoint_pages * PAGE_PAYLOAD_BYTES // 2
+        """Chunks deleted while leased, by their place in the index: the log sequence of their DELETE."""
+        # A page is closed by the first record that does not fit: two in succession hold more than one can.
+        # The layouts at both ends begin pages of their own.
+        self._record_limit_bytes = (self.geometry.checkpoint_pages - 2) * PAGE_PAYLOAD_BYTES // 2
         self.log = Log(
             device,
             recovered.superblock,
             recovered.tail,
             self.lock,
             self.allocator,
-            self.snapshot,
+            lambda: StateSnapshot(self),
             discard=options.discard,
         )
         with self.lock:
@@ -116,32 +124,41 @@ class State:
         extents: tuple[Extent, ...],
         leaves: bytes,
     ) -> int:
-        """Make a written chunk visible and log it. Returns its commit group."""
+        """Make a written chunk visible and log it. Returns its log sequence."""
         layout_id, is_new = self.layouts.acquire(layout)
         if is_new:
             self.log.append([record.encode_layout(self.log.next_log_sequence(), layout_id, layout.body)])
-        log_sequence = self.log.next_log_sequence()
         records = record.encode_put(
-            log_sequence, digest, payload_bytes, layout_id, root, extents, leaves, key, key_is_text
+            self.log.next_log_sequence(),
+            digest,
+            payload_bytes,
+            layout_id,
+            root,
+            extents,
+            leaves,
+            key,
+            key_is_text,
         )
-        entry = Entry(digest, log_sequence, *records)
-        self.index.insert(entry)
-        entry.group = self.log.append(records)
-        return entry.group
+        self.index.insert(b"".join(records))
+        return self.log.append(records)
 
     def delete(self, entry: Entry) -> int:
-        """Remove an indexed entry and log it. Its extents come back once the returned group is durable."""
+        """Remove an indexed entry and log it. Its extents come back once that is durable.
+
+        Returns the log sequence of the DELETE.
+        """
+        leased = self.index.leases(entry)
         self._forget(entry)
-        group = self._append_delete(entry.digest)
-        if entry.leases:
-            self._deleted[id(entry)] = group
+        log_sequence = self._append_delete(entry.digest)
+        if leased:
+            self._deleted[entry.place] = log_sequence
         else:
-            self._defer(entry.extents, group)
-        return group
+            self._defer(entry.extents, log_sequence)
+        return log_sequence
 
     def drop_damaged(self, entry: Entry) -> None:
         """Remove an entry whose bytes do not verify; its extents stay unused while the store is open."""
-        if self.index.get(entry.digest) is not entry:
+        if not self.index.holds(entry):
             return
         self._forget(entry)
         self._append_delete(entry.digest)
@@ -157,21 +174,23 @@ class State:
 
     def lease(self, entry: Entry) -> None:
         """Keep the entry's extents from being reused until `release`."""
-        entry.leases += 1
+        self.index.lease(entry)
 
-    def release(self, entry: Entry) -> None:
-        """Give a lease back; the last one lets the extents of a deleted entry go."""
-        entry.leases -= 1
-        if entry.leases == 0:
-            group = self._deleted.pop(id(entry), 0)
-            if group:
-                self._defer(entry.extents, group)
-            self.changed.notify_all()
+    def release(self, places: Sequence[int]) -> None:
+        """Give leases back, by the places of entries; the last one lets the extents of a deleted chunk go."""
+        for place in places:
+            entry = self.index.release(place)
+            if entry is not None:
+                # One that was dropped as damaged is not in there, and its extents are in quarantine.
+                log_sequence = self._deleted.pop(place, 0)
+                if log_sequence:
+                    self._defer(entry.extents, log_sequence)
+        self.changed.notify_all()
 
     def evict(self, units: int) -> int:
         """Delete least recently used chunks that hold at least `units` together, or what there is.
 
-        Returns how many units will come back when the pending group is durable.
+        Returns how many units will come back when their deletes are durable.
         """
         wanted = max(units, min(self.geometry.data_units // EVICT_SHARE, EVICT_LIMIT_UNITS))
         victims, found = [], 0
@@ -188,28 +207,51 @@ class State:
 
     def record_room(self, record_bytes: int) -> bool:
         """Whether the next checkpoint can hold this many more bytes of records."""
-        # Layouts are written at both ends of a checkpoint, so that no single damaged page loses them.
         used = self.index.record_bytes + self.reserved_record_bytes + 2 * self.layouts.body_bytes
         return used + record_bytes <= self._record_limit_bytes
 
     def any_leased(self) -> bool:
         """Whether readers hold extents that could be freed or evicted once they are done."""
-        return bool(self._deleted) or self.index.any_leased()
-
-    def snapshot(self) -> tuple[list[bytes], int]:
-        """Every record a checkpoint holds, in order, and the next layout number."""
-        layouts = [record.encode_layout(0, layout_id, layout.body) for layout_id, layout in self.layouts]
-        return [*layouts, *self.index.records(), *layouts], self.layouts.next_id
+        return self.index.any_leased
 
     def _forget(self, entry: Entry) -> None:
         removed = self.index.remove(entry.digest)
-        assert removed is entry
+        assert removed == entry
         self.layouts.release(entry.layout_id)
 
     def _append_delete(self, digest: bytes) -> int:
         return self.log.append([record.encode_delete(self.log.next_log_sequence(), digest)])
 
-    def _defer(self, extents: tuple[Extent, ...], group: int) -> None:
-        self.allocator.defer(extents, group)
-        if group <= self.log.durable_number:
-            self.allocator.settle(self.log.durable_number)
+    def _defer(self, extents: tuple[Extent, ...], log_sequence: int) -> None:
+        self.allocator.defer(extents, log_sequence)
+        if log_sequence <= self.log.durable_sequence:
+            self.allocator.settle(self.log.durable_sequence)
+
+
+class StateSnapshot:
+    """What a checkpoint holds: see `blockkv.store.log.Snapshot`. Made with the lock held."""
+
+    def __init__(self, state: State) -> None:
+        self._lock = state.lock
+        self._layouts = [
+            record.encode_layout(0, layout_id, layout.body) for layout_id, layout in state.layouts
+        ]
+        self._records = state.index.snapshot()
+        self.next_layout_id = state.layouts.next_id
+
+    def bodies(self) -> Iterator[tuple[bytes, int]]:
+        """Page bodies and their record counts. The lock is held for a slice at a time."""
+        # Layouts are written at both ends, so that no single damaged page loses them.
+        yield from bodies_of(self._layouts)
+        while True:
+            with self._lock:
+                bodies = self._records.bodies(SNAPSHOT_PAGES)
+            if not bodies:
+                break
+            yield from bodies
+        yield from bodies_of(self._layouts)
+
+    def close(self) -> None:
+        """Let another one be made."""
+        with self._lock:
+            self._records.close()

@@ -75,6 +75,9 @@ STORE_THREADS = 8
 
 LONGEST_INTERVAL_MS = 3_600_000
 
+KEYS_AT_A_TIME = 1024
+"""How many keys a listing reads while it holds the lock."""
+
 T = TypeVar("T")
 
 
@@ -193,10 +196,10 @@ class Store:
                 entry = state.index.get(digest)
                 if entry is None:
                     return False
-                group = state.delete(entry)
+                log_sequence = state.delete(entry)
                 state.counters["chunks_deleted"] += 1
             if durable:
-                state.log.commit(group)
+                state.log.commit(log_sequence)
         return True
 
     def commit(self) -> None:
@@ -272,16 +275,17 @@ class Store:
 
     def contains(self, key: Key) -> bool:
         """Whether the key is stored. RAM only; does not count as a use."""
+        digest = key_digest(encode_key(key))
         self._check_open()
-        return key_digest(encode_key(key)) in self._state.index
+        with self._state.lock:
+            return digest in self._state.index
 
     def lookup(self, keys: Iterable[Key]) -> int:
         """How many of `keys`, from the first on, are stored without a gap. RAM only."""
         self._check_open()
-        index = self._state.index
         length = 0
         for key in _several(keys):
-            if key_digest(encode_key(key)) not in index:
+            if not self.contains(key):
                 break
             length += 1
         return length
@@ -295,25 +299,35 @@ class Store:
 
     def pin(self, key: Key) -> bool:
         """Keep a chunk from eviction until as many `unpin`; False when it is not there. Not persistent."""
-        with self._found(key) as entry:
-            if entry is not None:
-                entry.pins += 1
-            return entry is not None
+        return self._pin(key, 1)
 
     def unpin(self, key: Key) -> bool:
         """Take back one `pin`; False when the chunk is not there or not pinned."""
-        with self._found(key) as entry:
-            if entry is None or not entry.pins:
-                return False
-            entry.pins -= 1
-            return True
+        return self._pin(key, -1)
+
+    def _pin(self, key: Key, change: int) -> bool:
+        digest = key_digest(encode_key(key))
+        self._check_open()
+        with interrupts, self._state.lock:
+            return self._state.index.pin(digest, change)
 
     def keys(self) -> Iterator[str | bytes]:
-        """The keys as of now, first to be evicted first, each as it was given (str or bytes)."""
+        """The keys as of now, first to be evicted first, each as it was given (str or bytes).
+
+        Those that are deleted before the iterator comes to them are left out.
+        """
         self._check_open()
-        with self._state.lock:
-            entries = self._state.index.snapshot()
-        return (entry.key for entry in entries)
+        state = self._state
+        with state.lock:
+            digests = state.index.digests()
+
+        def found() -> Iterator[str | bytes]:
+            for first in range(0, len(digests), KEYS_AT_A_TIME):
+                with state.lock:
+                    entries = [state.index.get(one) for one in digests[first : first + KEYS_AT_A_TIME]]
+                yield from (entry.key for entry in entries if entry is not None)
+
+        return found()
 
     def entry(self, key: Key) -> ChunkInfo | None:
         """What is known of a chunk, or None for a miss."""
@@ -327,8 +341,8 @@ class Store:
                 layout=self._state.layouts[entry.layout_id],
                 extents=entry.extents,
                 log_sequence=entry.log_sequence,
-                durable=entry.group <= self._state.log.durable_number,
-                pins=entry.pins,
+                durable=entry.log_sequence <= self._state.log.durable_sequence,
+                pins=self._state.index.pins(entry),
             )
 
     def __len__(self) -> int:
@@ -373,6 +387,7 @@ class Store:
                 "chunks": len(state.index),
                 "payload_bytes": state.index.payload_bytes,
                 "record_bytes": state.index.record_bytes,
+                "index_bytes": state.index.resident_bytes,
                 "data_bytes": state.geometry.data.size_bytes,
                 "free_bytes": allocator.free_units * UNIT_BYTES,
                 "pending_free_bytes": allocator.pending_units * UNIT_BYTES,
@@ -577,8 +592,8 @@ class Store:
         with self._operation(writing=True):
             run = PutRun(self._state, len(items))
             run.run(items)
-            if durable and run.last_group:
-                self._state.log.commit(run.last_group)
+            if durable:
+                self._state.log.commit(run.last_sequence)
         return run.results, run.errors
 
     def _get(

@@ -14,11 +14,7 @@ from typing import Generic, TypeVar
 
 from blockkv.device.base import Batch, Direction, Priority
 from blockkv.errors import BlockKVError
-from blockkv.format.geometry import leaf_bytes_for
-from blockkv.space.allocator import Extent
 from blockkv.store.state import State
-from blockkv.store.verify import device_extents
-from blockkv.tensors import Described
 
 WAVE_BYTES = 32 << 20
 """Payload of one batch: large enough to hide the turn-around, small enough to bound memory in flight."""
@@ -66,17 +62,14 @@ class WaveRun(ABC, Generic[Item]):
     def _busy(self) -> bool:
         return bool(self._wave.items or self._in_flight)
 
-    def _enqueue(self, item: Item, described: Described, extents: tuple[Extent, ...], hashed: bool) -> None:
+    @abstractmethod
+    def _fill(self, batch: Batch, items: list[Item]) -> None:
+        """Make transfer i of an empty batch that of item i."""
+
+    def _enqueue(self, item: Item, payload_bytes: int) -> None:
         wave = self._wave
         wave.items.append(item)
-        wave.payload_bytes += described.payload_bytes
-        wave.batch.keepalive.append(described.keepalive)
-        wave.batch.add(
-            described.payload_bytes,
-            device_extents(self._state.geometry, extents),
-            described.segments,
-            leaf_bytes_for(described.payload_bytes) if hashed else 0,
-        )
+        wave.payload_bytes += payload_bytes
         if wave.payload_bytes >= min(FIRST_WAVE_BYTES << self._started_count, WAVE_BYTES):
             self._start()
             if len(self._in_flight) >= WAVES_IN_FLIGHT:
@@ -96,6 +89,7 @@ class WaveRun(ABC, Generic[Item]):
             self._in_flight.append(wave)
         else:
             wave.batch.on_done = lambda _: self._complete_and_tell(wave)
+        self._fill(wave.batch, wave.items)
         try:
             self._state.device.submit(wave.batch)
         except BlockKVError as error:

@@ -17,6 +17,7 @@ import torch
 from damage import JOURNALED, KEYS, exact, open_copy, payload, sample, slots_of
 
 import blockkv
+from blockkv.catalog.index import Index
 from blockkv.format import record
 from blockkv.format.checkpoint import pack
 from blockkv.format.page import PAGE_BYTES, PageKind
@@ -270,7 +271,7 @@ def test_of_two_chunks_with_the_same_units_the_one_that_verifies_stays(later: bo
         real = store._state.index.get(record.key_digest(b"real"))
         assert real is not None
         entries = list(store._state.index)
-        records = [one for entry in entries for one in entry.records]
+        records = [entry.raw for entry in entries]
         layouts = [record.encode_layout(0, number, one.body) for number, one in store._state.layouts]
     forged = record.encode_put(
         real.log_sequence + (100 if later else -1),
@@ -357,9 +358,11 @@ def test_an_error_that_may_pass_is_no_damage() -> None:
     assert_repair_costs(device, set())
 
 
-def test_index_and_free_map_that_disagree_are_reported(store: blockkv.Store) -> None:
+def test_index_and_free_map_that_disagree_are_reported(
+    store: blockkv.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put("k", b"x" * 10_000)
-    store._state.index.payload_bytes += 1
+    monkeypatch.setattr(Index, "payload_bytes", 10_001)
     store._state.allocator.allocate(3)
     report = store.check()
     assert structures(report) == ["free map", "index"]

@@ -247,7 +247,8 @@ def test_no_lock_is_held_and_little_is_leased_while_it_reads() -> None:
 
         def look() -> None:
             with store._state.lock:
-                leased.append(sum(entry.leases for entry in store._state.index))
+                index = store._state.index
+                leased.append(sum(index.leases(entry) for entry in index))
 
         def before(kind: OperationKind) -> None:
             assert threading.get_ident() == mine

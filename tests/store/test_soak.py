@@ -19,7 +19,6 @@ import blockkv
 from blockkv.catalog.index import Index
 from blockkv.space.allocator import Allocator
 from blockkv.store import gets
-from blockkv.store.state import State
 
 TOOL = Path(__file__).parents[2] / "tools" / "soak.py"
 
@@ -169,7 +168,7 @@ def slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
         return allocate(layout)
 
     def newest_first(index: Index) -> Any:
-        return (entry for entry in reversed(index.snapshot()) if not (entry.leases or entry.pins))
+        return (entry for entry in reversed(list(index)) if not (index.leases(entry) or index.pins(entry)))
 
     monkeypatch.setattr(gets, "allocate", dawdle)
     monkeypatch.setattr(Index, "victims", newest_first)
@@ -185,8 +184,7 @@ def test_reuse_under_a_reader_is_noticed(
     soak: ModuleType, image_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Extents of a deleted chunk are given out at once, whoever reads them still."""
-    monkeypatch.setattr(State, "lease", lambda *_: None)
-    monkeypatch.setattr(State, "release", lambda *_: None)
+    monkeypatch.setattr(Index, "leases", lambda *_: 0)
     monkeypatch.setattr(Allocator, "defer", lambda self, extents, _: self.release(extents))
     figures = run(soak, image_dir / "store", 4)
     assert figures["wrong"] + figures["inconsistent"]
