@@ -20,8 +20,10 @@ Not here: comparing checksums with a record, retry policy, order of writes (`blo
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import errno
+import mmap
 import os
 from abc import ABC, abstractmethod
 from array import array
@@ -228,29 +230,29 @@ class Device(ABC):
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Read metadata: whole units. Raises DeviceError."""
-        target = array("B", bytes(length_bytes))
-        address, _ = target.buffer_info()
-        batch = Batch(Direction.READ, Priority.LOAD)
-        batch.keepalive.append(target)
-        batch.add(length_bytes, [(offset_bytes, length_bytes)], [(address, length_bytes)])
-        self._run_one(batch, "read", offset_bytes, length_bytes)
-        return target.tobytes()
+        target = mmap.mmap(-1, length_bytes)
+        self._run_one(Direction.READ, offset_bytes, target)
+        return target[:]
 
     def write(self, offset_bytes: int, data: bytes) -> None:
         """Write metadata: whole units. Durable only after `flush`. Raises DeviceError."""
-        source = array("B", data)
-        address, length_bytes = source.buffer_info()
-        batch = Batch(Direction.WRITE, Priority.LOAD)
-        batch.keepalive.append(source)
-        batch.add(length_bytes, [(offset_bytes, length_bytes)], [(address, length_bytes)])
-        self._run_one(batch, "write", offset_bytes, length_bytes)
+        source = mmap.mmap(-1, len(data))
+        source[:] = data
+        self._run_one(Direction.WRITE, offset_bytes, source)
 
-    def _run_one(self, batch: Batch, verb: str, offset_bytes: int, length_bytes: int) -> None:
+    def _run_one(self, direction: Direction, offset_bytes: int, memory: mmap.mmap) -> None:
+        """Move metadata to or from whole pages of memory: aligned, so that nothing is copied on the way."""
+        length_bytes = len(memory)
+        view = ctypes.c_char.from_buffer(memory)
+        batch = Batch(direction, Priority.LOAD)
+        batch.keepalive.append(view)
+        batch.add(length_bytes, [(offset_bytes, length_bytes)], [(ctypes.addressof(view), length_bytes)])
         self.submit(batch)
         self.wait(batch)
         code = batch.result(0)
         if code:
-            raise device_error(self.path, f"{verb} of {length_bytes} bytes at {offset_bytes}", code)
+            what = f"{direction.name.lower()} of {length_bytes} bytes at {offset_bytes}"
+            raise device_error(self.path, what, code)
 
 
 def device_error(path: str, what: str, code: int) -> DeviceError:

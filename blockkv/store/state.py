@@ -43,8 +43,8 @@ class Options:
     commit_interval_ms: float | None = 10.0
 
 
-SNAPSHOT_PAGES = 256
-"""Page bodies of a checkpoint made while the lock is held: a fraction of a millisecond."""
+SNAPSHOT_PAGES = 64
+"""Page bodies of a checkpoint made at a time. Between them other threads get the lock, and Python's own."""
 
 
 class _Changing:
