@@ -10,24 +10,23 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable, Sequence
-from functools import cache
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from blockkv._native import ffi, lib
 from blockkv.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["aligned_memory", "empty", "is_writable"]
+__all__ = ["aligned_memory", "empty", "unwritable"]
 
 HUGE_PAGE_BYTES = 2 << 20
 """x86-64 and arm64 (4 KiB granule) PMD size: the unit of transparent huge pages."""
 
 PAGE_BYTES = mmap.PAGESIZE
-MADV_POPULATE_WRITE = 23
-"""<linux/mman.h>, since Linux 5.14; asm-generic, the same on every architecture we know."""
 
 
 def aligned_memory(size_bytes: int) -> memoryview:
@@ -67,29 +66,30 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(dims)
 
 
-def is_writable(address: int) -> bool:
-    """Whether the memory at an address may be written to, found out without writing. One system call.
+def unwritable(addresses: Sequence[int]) -> list[int]:
+    """The positions of those addresses whose memory may not be written to, found out without writing.
 
-    The page is faulted in, as a write would.
+    One system call each. The pages are faulted in, as a write would.
     """
-    if _madvise()(address // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES, MADV_POPULATE_WRITE) == 0:
-        return True
-    # The kernel is older than 5.14, or this is memory of a device, or it really is read-only.
+    packed = array("Q", addresses)
+    count, found = len(packed), []
+    view = ffi.from_buffer("uint64_t[]", packed)
+    position = 0
+    while (position := lib.bkv_first_unwritable(view, position, count)) < count:
+        # The kernel is older than 5.14, or this is memory of a device, or it really is read-only.
+        if not _mapped_writable(packed[position]):
+            found.append(position)
+        position += 1
+    return found
+
+
+def _mapped_writable(address: int) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
         limits, permissions, *_ = line.split()
         start, end = (int(number, 16) for number in limits.split("-"))
         if start <= address < end:
             return "w" in permissions
     return False
-
-
-@cache
-def _madvise() -> Callable[..., int]:
-    import ctypes
-
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return cast("Callable[..., int]", function)
 
 
 def _map(size_bytes: int) -> mmap.mmap:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from blockkv.catalog.layouts import TEXT_LIMIT_BYTES, Layout, TensorSpec, torch_dtype
 from blockkv.errors import InvalidArgument, LayoutMismatch
 from blockkv.format.record import LAYOUT_BODY_MAX
-from blockkv.memory import aligned_memory, is_writable
+from blockkv.memory import aligned_memory, unwritable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Described", "Tensors", "allocate", "describe", "describe_output"]
+__all__ = ["Described", "Tensors", "allocate", "describe", "describe_output", "read_only"]
 
 Tensors: TypeAlias = (
     "torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | bytes | bytearray | memoryview"
@@ -37,6 +37,12 @@ Segment: TypeAlias = tuple[int, int]
 MIN_PIECE_BYTES = 4096
 """Pieces of a non-contiguous tensor shorter than this are gathered by a copy: below one page per piece
 a scatter list costs the kernel more than the copy costs us."""
+
+SHARED_BYTES = 2 << 20
+"""Memory that small chunks of one get share: a huge page. Who keeps one of them keeps no more than that."""
+
+DIRECT_ALIGNMENT_BYTES = 4096
+"""Start of each chunk in shared memory: what direct I/O asks for on any device."""
 
 TENSOR_ALIGNMENT_BYTES = 64
 """Start of each tensor inside one allocation, as torch's own CPU allocator aligns."""
@@ -100,19 +106,10 @@ def describe(value: Tensors) -> Described:
 def describe_output(value: Any, layout: Layout) -> Described:
     """The target segments of a caller's `out=`, which must match `layout` exactly.
 
-    Raises LayoutMismatch with both layouts, before anything was written, and InvalidArgument for memory that
-    is mapped read-only: a tensor does not say so, and a copy to it would end the process. A writable
-    bytes-like object of the payload's size fits any layout.
+    Raises LayoutMismatch with both layouts, before anything was written. A writable bytes-like object of the
+    payload's size fits any layout. Whether a tensor's memory may be written to is another question: see
+    `read_only`.
     """
-    described = _describe_output(value, layout)
-    addresses = [address for address, _ in described.segments]
-    addresses += [tensor.data_ptr() for tensor, _ in described.scatter_back or ()]
-    if not all(map(is_writable, addresses)):
-        raise InvalidArgument("out= is memory that is mapped read-only; give memory that can be written to")
-    return described
-
-
-def _describe_output(value: Any, layout: Layout) -> Described:
     import torch
 
     if (
@@ -158,29 +155,78 @@ def _describe_output(value: Any, layout: Layout) -> Described:
     return described
 
 
-def allocate(layout: Layout) -> tuple[Any, Described]:
-    """Fresh aligned tensors of `layout`, in the form they were put, and their segments."""
+def read_only(outputs: Sequence[Described]) -> set[int]:
+    """The positions of outputs in memory that is mapped read-only.
+
+    A tensor does not say so, and a copy to it would end the process.
+    """
+    owners: list[int] = []
+    addresses: list[int] = []
+    for position, described in enumerate(outputs):
+        for address, _ in described.segments:
+            owners.append(position)
+            addresses.append(address)
+        for tensor, _ in described.scatter_back or ():
+            owners.append(position)
+            addresses.append(tensor.data_ptr())
+    return {owners[index] for index in unwritable(addresses)}
+
+
+def allocate(layouts: Sequence[Layout]) -> list[tuple[Any, Described]]:
+    """Fresh aligned tensors for each layout, in the form they were put, and their segments.
+
+    Successive small chunks of one layout share memory, which stays as long as any tensor in it.
+    """
+    found: list[tuple[Any, Described]] = []
+    for _, group in itertools.groupby(layouts, key=id):
+        alike = list(group)
+        stride_bytes = _round_up(_places(alike[0])[1], DIRECT_ALIGNMENT_BYTES)
+        at_a_time = max(1, SHARED_BYTES // stride_bytes)
+        for first in range(0, len(alike), at_a_time):
+            found += _allocate_alike(alike[0], len(alike[first : first + at_a_time]), stride_bytes)
+    return found
+
+
+def _allocate_alike(layout: Layout, count: int, stride_bytes: int) -> list[tuple[Any, Described]]:
     import torch
 
-    offsets, total = [], 0
-    for spec in layout.specs:
-        total = -(-total // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
-        offsets.append(total)
-        total += spec.size_bytes
-    memory = torch.frombuffer(aligned_memory(total), dtype=torch.uint8)
-    tensors = [
-        memory[offset : offset + spec.size_bytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+    offsets, _ = _places(layout)
+    memory = torch.frombuffer(aligned_memory(count * stride_bytes), dtype=torch.uint8)
+    table = memory.view(count, stride_bytes)
+    columns = [
+        table[:, offset : offset + spec.size_bytes]
+        .view(torch_dtype(spec.dtype))
+        .view(count, *spec.shape)
+        .unbind(0)
         for spec, offset in zip(layout.specs, offsets, strict=True)
     ]
-    segments: list[Segment] = []
-    for tensor in tensors:
-        _extend(segments, [(tensor.data_ptr(), tensor.nbytes)])
-    described = Described(layout, segments, layout.payload_bytes, [memory])
-    if layout.form == "tensor":
-        return tensors[0], described
-    if layout.form == "dict":
-        return {spec.name: tensor for spec, tensor in zip(layout.specs, tensors, strict=True)}, described
-    return tensors, described
+    pieces: list[Segment] = []
+    for spec, offset in zip(layout.specs, offsets, strict=True):
+        _extend(pieces, [(memory.data_ptr() + offset, spec.size_bytes)])
+    found: list[tuple[Any, Described]] = []
+    for row, tensors in enumerate(zip(*columns, strict=True)):
+        segments = [(address + row * stride_bytes, size_bytes) for address, size_bytes in pieces]
+        value: Any = list(tensors)
+        if layout.form == "tensor":
+            value = tensors[0]
+        elif layout.form == "dict":
+            value = {spec.name: tensor for spec, tensor in zip(layout.specs, tensors, strict=True)}
+        found.append((value, Described(layout, segments, layout.payload_bytes, [memory])))
+    return found
+
+
+def _places(layout: Layout) -> tuple[list[int], int]:
+    """The offset of each tensor in one allocation, and its size."""
+    offsets, total = [], 0
+    for spec in layout.specs:
+        total = _round_up(total, TENSOR_ALIGNMENT_BYTES)
+        offsets.append(total)
+        total += spec.size_bytes
+    return offsets, total
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from cffi import FFI
 
 NATIVE = Path(__file__).resolve().parent
 SOURCES = sorted(path.name for path in NATIVE.glob("[!_]*.c"))
-PUBLIC_HEADERS = ("engine.h", "checksum.h", "record.h", "index.h")
+PUBLIC_HEADERS = ("engine.h", "checksum.h", "record.h", "index.h", "memory.h")
 
 
 def declarations(header: str) -> str:

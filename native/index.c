@@ -598,6 +598,56 @@ void bkv_index_snapshot_end(struct bkv_index *index)
 
 /* Batches */
 
+void bkv_index_find_many(const struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *entries)
+{
+    for (uint32_t i = 0; i < count; i++)
+        entries[i] = bkv_index_find(index, digests + (uint64_t)i * BKV_DIGEST_BYTES);
+}
+
+int64_t bkv_index_insert_many(struct bkv_index *index, const struct bkv_index_puts *puts, uint8_t *records,
+                              uint64_t room_bytes, uint32_t *record_bytes)
+{
+    uint8_t encoded[BKV_RECORDS_BYTES];
+    uint64_t used = 0;
+    const uint8_t *key = puts->keys;
+    int64_t code = 0;
+    uint32_t added = 0;
+    for (; added < puts->count && code >= 0; added++) {
+        const struct bkv_transfer *transfer = &puts->transfers[puts->positions[added]];
+        struct bkv_new_put put = {
+            .log_sequence = puts->first_log_sequence + added,
+            .payload_bytes = transfer->payload_bytes,
+            .layout_id = puts->layout_ids[added],
+            .key_bytes = puts->key_bytes[added],
+            .key_is_text = puts->keys_are_text[added],
+            .digest = puts->digests + (uint64_t)added * BKV_DIGEST_BYTES,
+            .layout_checksum = puts->layout_checksums + (uint64_t)added * BKV_ROOT_BYTES,
+            .key = key,
+            .extents = puts->extents + transfer->first_extent,
+            .extent_count = transfer->extent_count,
+            .leaf_count = transfer->leaf_count,
+            .leaves = puts->leaf_values + transfer->first_leaf,
+            .base_bytes = puts->base_bytes,
+        };
+        key += put.key_bytes;
+        record_bytes[added] = bkv_put_encode(&put, encoded);
+        code = used + record_bytes[added] > room_bytes ? -ENOSPC
+                                                      : bkv_index_insert(index, encoded, record_bytes[added]);
+        if (code < 0)
+            break;
+        memcpy(records + used, encoded, record_bytes[added]);
+        used += record_bytes[added];
+    }
+    if (code >= 0)
+        return (int64_t)used;
+    while (added--) {
+        uint32_t entry = bkv_index_find(index, puts->digests + (uint64_t)added * BKV_DIGEST_BYTES);
+        bkv_index_remove(index, entry);
+        bkv_index_drop(index, entry);
+    }
+    return code;
+}
+
 void bkv_index_acquire(struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *entries)
 {
     for (uint32_t i = 0; i < count; i++)

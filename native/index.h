@@ -94,7 +94,32 @@ int bkv_index_snapshot_next(struct bkv_index *index, uint32_t page_count, uint8_
                             uint16_t *record_counts);
 void bkv_index_snapshot_end(struct bkv_index *index);
 
-/* Batches: what one call of a get needs of many entries. */
+/* Batches: what one call of a get or a put needs of many entries. */
+
+/* The entries of `count` digests; 0 where there is none. */
+void bkv_index_find_many(const struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *entries);
+
+/* A wave of puts whose data are written. Item i belongs to transfer `positions[i]` of the batch. */
+struct bkv_index_puts {
+    const struct bkv_transfer *transfers; /* with their leaves computed */
+    const struct bkv_extent *extents;
+    const uint64_t *leaf_values;
+    const uint32_t *positions;
+    uint64_t base_bytes;                  /* of the data zone on the device */
+    uint64_t first_log_sequence;          /* that of item 0; they go up by one */
+    const uint8_t *digests, *layout_checksums;
+    const uint32_t *layout_ids;
+    const uint8_t *keys;                  /* one after the other */
+    const uint32_t *key_bytes;
+    const uint8_t *keys_are_text;
+    uint32_t count;
+};
+
+/* Encodes and adds them, the last one last to leave. Their records follow each other in `records`, which has room for
+ * `room_bytes`, and item i has `record_bytes[i]` of them. Returns the bytes of all; -EEXIST, -ENOMEM or -ENOSPC with
+ * nothing added. */
+int64_t bkv_index_insert_many(struct bkv_index *index, const struct bkv_index_puts *puts, uint8_t *records,
+                              uint64_t room_bytes, uint32_t *record_bytes);
 
 /* Finds the entries of `count` digests, makes them the last to leave and leases them; 0 where there is none. */
 void bkv_index_acquire(struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *entries);

@@ -8,8 +8,6 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-#include "engine.h"
-
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are little-endian");
 _Static_assert(offsetof(struct bkv_put, reserved) + 1 == BKV_PUT_BYTES, "no padding between the fields");
 
@@ -98,4 +96,57 @@ void bkv_root_checksum(const uint8_t *digest, uint64_t payload_bytes, const uint
     XXH128_canonical_t canonical;
     XXH128_canonicalFromHash(&canonical, XXH3_128bits(covered, (size_t)(at - covered)));
     memcpy(root, canonical.digest, BKV_ROOT_BYTES);
+}
+
+/* Zeroes up to a multiple of 8; returns the whole length. */
+static uint32_t pad(uint8_t *record, uint32_t used)
+{
+    uint32_t whole = (used + 7) & ~7U;
+    memset(record + used, 0, whole - used);
+    return whole;
+}
+
+static uint32_t encode_tail(const struct bkv_new_put *put, uint32_t key_done, uint8_t *record)
+{
+    uint16_t tail_bytes = (uint16_t)(put->key_bytes - key_done);
+    memset(record, 0, BKV_KEY_TAIL_BYTES);
+    record[2] = BKV_KEY_TAIL_OPERATION;
+    memcpy(record + 8, &put->log_sequence, sizeof put->log_sequence);
+    memcpy(record + 16, put->digest, BKV_DIGEST_BYTES);
+    memcpy(record + 48, &tail_bytes, sizeof tail_bytes);
+    memcpy(record + BKV_KEY_TAIL_BYTES, put->key + key_done, tail_bytes);
+    uint16_t whole = (uint16_t)pad(record, BKV_KEY_TAIL_BYTES + tail_bytes);
+    memcpy(record, &whole, sizeof whole);
+    return whole;
+}
+
+uint32_t bkv_put_encode(const struct bkv_new_put *put, uint8_t *records)
+{
+    struct bkv_put fixed = {
+        .operation = BKV_PUT_OPERATION,
+        .extent_count = (uint8_t)put->extent_count,
+        .layout_id = put->layout_id,
+        .log_sequence = put->log_sequence,
+        .payload_bytes = put->payload_bytes,
+        .key_bytes = (uint16_t)put->key_bytes,
+        .flags = put->key_is_text ? 1 : 0,
+    };
+    memcpy(fixed.digest, put->digest, BKV_DIGEST_BYTES);
+    bkv_root_checksum(put->digest, put->payload_bytes, put->layout_checksum, put->leaves, put->leaf_count, fixed.root);
+    uint32_t used = BKV_PUT_BYTES;
+    for (uint32_t i = 0; i < put->extent_count; i++, used += 8) {
+        uint64_t start = (put->extents[i].offset_bytes - put->base_bytes) / BKV_UNIT_BYTES;
+        uint64_t word = start | put->extents[i].length_bytes / BKV_UNIT_BYTES << BKV_EXTENT_COUNT_SHIFT;
+        memcpy(records + used, &word, sizeof word);
+    }
+    memcpy(records + used, put->leaves, 8 * (uint64_t)put->leaf_count);
+    used += 8 * put->leaf_count;
+    uint32_t room = BKV_PAGE_PAYLOAD_BYTES - used;
+    uint32_t key_done = put->key_bytes < room ? put->key_bytes : room;
+    memcpy(records + used, put->key, key_done);
+    fixed.record_bytes = (uint16_t)pad(records, used + key_done);
+    memcpy(records, &fixed, BKV_PUT_BYTES);
+    if (key_done == put->key_bytes)
+        return fixed.record_bytes;
+    return fixed.record_bytes + encode_tail(put, key_done, records + fixed.record_bytes);
 }

@@ -7,6 +7,8 @@
 
 #include <stdint.h>
 
+#include "engine.h"
+
 enum {
     BKV_PUT_OPERATION = 1,
     BKV_DIGEST_BYTES = 32,
@@ -18,6 +20,9 @@ enum {
     BKV_MAX_LEAVES = 256,
     BKV_LEAF_BYTES = 131072,
         BKV_EXTENT_COUNT_SHIFT = 40, /* an extent: the start below, the count above */
+    BKV_KEY_TAIL_OPERATION = 4,
+    BKV_KEY_TAIL_BYTES = 50,     /* the fixed part */
+    BKV_RECORDS_BYTES = 8192,    /* more than a PUT record and its KEY_TAIL record can have */
 };
 
 /* Fixed part of a PUT record. It is followed by extents, leaf checksums and key, padded to a multiple of 8. */
@@ -52,6 +57,25 @@ struct bkv_units bkv_put_extent(const uint8_t *record, uint32_t number);
 /* The length of the PUT record there, or 0 where there is none that is right in every respect. What is accepted here
  * blockkv.format.record.iterate_records accepts too. */
 uint32_t bkv_put_check(const uint8_t *record, uint64_t room_bytes, uint64_t data_units);
+
+/* What a new chunk's records are made of. */
+struct bkv_new_put {
+    uint64_t log_sequence;
+    uint64_t payload_bytes;
+    uint32_t layout_id;
+    uint32_t key_bytes;
+    int key_is_text;
+    const uint8_t *digest, *layout_checksum, *key;
+    const struct bkv_extent *extents; /* on the device */
+    uint32_t extent_count;
+    uint32_t leaf_count;
+    const uint64_t *leaves;
+    uint64_t base_bytes;              /* of the data zone on the device */
+};
+
+/* Encodes the PUT record, and the KEY_TAIL record where the key is longer than its page leaves room for. Returns their
+ * length; `records` has room for BKV_RECORDS_BYTES. */
+uint32_t bkv_put_encode(const struct bkv_new_put *put, uint8_t *records);
 
 /* The root checksum of a chunk, 16 bytes, over its key digest, its size, the checksum of its layout (16 bytes) and its
  * leaf checksums, of which there are at most BKV_MAX_LEAVES. */

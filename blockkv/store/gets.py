@@ -17,14 +17,14 @@ from typing import Any
 
 from blockkv.catalog.layouts import Layout
 from blockkv.device.base import Batch, Direction, Priority, device_error
-from blockkv.errors import BlockKVError, DeviceLost
+from blockkv.errors import BlockKVError, DeviceLost, InvalidArgument
 from blockkv.format.record import key_digest
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
 from blockkv.store.verify import is_damage
 from blockkv.store.waves import Wave, WaveRun
-from blockkv.tensors import Described, allocate, describe_output
+from blockkv.tensors import Described, allocate, describe_output, read_only
 
 LOOKUP_KEYS = 256
 """Keys looked up in one go: they are leased from then on."""
@@ -100,21 +100,38 @@ class GetRun(WaveRun[_Get]):
             positions = [position for position, place in zip(positions, places, strict=True) if place]
         taken = 0
         try:
-            for position, place, layout in zip(positions, found, layouts, strict=True):
-                try:
-                    if outputs is not None:
-                        value, described = True, describe_output(outputs[position], layout)
-                    else:
-                        value, described = allocate(layout)
-                except BlockKVError as error:
-                    self.errors[position] = error
+            targets = self._targets(positions, layouts, outputs)
+            for position, place, layout, target in zip(positions, found, layouts, targets, strict=True):
+                taken += 1
+                if target is None:
                     self._let_go([place])
-                    taken += 1
                 else:
-                    taken += 1
+                    value, described = target
                     self._enqueue(_Get(position, place, layout, described, value), described.payload_bytes)
         finally:
             self._let_go(found[taken:])
+
+    def _targets(
+        self, positions: Sequence[int], layouts: Sequence[Layout], outputs: Sequence[Any] | None
+    ) -> Sequence[tuple[Any, Described] | None]:
+        """For each get what it returns and where it is read to; None, with an error, where that cannot be."""
+        if outputs is None:
+            return allocate(layouts)
+        targets: list[tuple[Any, Described] | None] = []
+        for position, layout in zip(positions, layouts, strict=True):
+            try:
+                targets.append((True, describe_output(outputs[position], layout)))
+            except BlockKVError as error:
+                self.errors[position] = error
+                targets.append(None)
+        usable = [number for number, target in enumerate(targets) if target is not None]
+        for index in read_only([target[1] for target in targets if target is not None]):
+            number = usable[index]
+            self.errors[positions[number]] = InvalidArgument(
+                "out= is memory that is mapped read-only; give memory that can be written to"
+            )
+            targets[number] = None
+        return targets
 
     def _let_go(self, places: Sequence[int]) -> None:
         if places:

@@ -163,9 +163,9 @@ def slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between finding a chunk and reading it, time enough for others to make room, and to take this one."""
     allocate = gets.allocate
 
-    def dawdle(layout: Any) -> Any:
+    def dawdle(layouts: Any) -> Any:
         time.sleep(0.01)
-        return allocate(layout)
+        return allocate(layouts)
 
     def newest_first(index: Index) -> Any:
         return (entry for entry in reversed(list(index)) if not (index.leases(entry) or index.pins(entry)))
