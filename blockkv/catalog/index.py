@@ -16,6 +16,7 @@ hold the store's lock.
 from __future__ import annotations
 
 import errno
+import itertools
 import secrets
 from array import array
 from collections import Counter
@@ -182,6 +183,72 @@ class Index:
             raise MemoryError
         assert place > 0, "the key is in the index already"
         return Entry(place, raw)
+
+    def find(self, digests: Sequence[bytes]) -> array[int]:
+        """The places of many chunks, 0 where there is none."""
+        places = array("I", bytes(4 * len(digests)))
+        lib.bkv_index_find_many(self._index, b"".join(digests), len(digests), _words(places))
+        return places
+
+    def insert_many(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        *,
+        first_log_sequence: int,
+        digests: Sequence[bytes],
+        keys: Sequence[bytes],
+        keys_are_text: bytes,
+        layout_ids: array[int],
+        layout_checksums: bytes,
+        base_bytes: int,
+        room_bytes: int,
+    ) -> list[bytes]:
+        """Add the chunks that these transfers of a batch have written, most recently used, in this order.
+
+        The other sequences go with `numbers`; log sequences go up by one. The data zone begins at
+        `base_bytes`, and the records take at most `room_bytes`. Returns the encoded records.
+        """
+        count = len(numbers)
+        positions, lengths = array("I", numbers), array("I", bytes(4 * count))
+        key_bytes = array("I", map(len, keys))
+        memory = bytearray(room_bytes)
+        # named, so that all of it lasts until the call is over
+        held = {
+            "transfers": ffi.from_buffer("struct bkv_transfer[]", batch.transfers),
+            "extents": ffi.from_buffer("struct bkv_extent[]", batch.extents),
+            "leaf_values": _longs(batch.leaf_values),
+            "positions": _words(positions),
+            "digests": ffi.from_buffer("uint8_t[]", b"".join(digests)),
+            "layout_checksums": ffi.from_buffer("uint8_t[]", layout_checksums),
+            "layout_ids": _words(layout_ids),
+            "keys": ffi.from_buffer("uint8_t[]", b"".join(keys)),
+            "key_bytes": _words(key_bytes),
+            "keys_are_text": ffi.from_buffer("uint8_t[]", keys_are_text),
+        }
+        puts = ffi.new(
+            "struct bkv_index_puts *",
+            {
+                **held,
+                "base_bytes": base_bytes,
+                "first_log_sequence": first_log_sequence,
+                "count": count,
+            },
+        )
+        target = ffi.from_buffer("uint8_t[]", memory)
+        used = lib.bkv_index_insert_many(self._index, puts, target, room_bytes, _words(lengths))
+        if used == -errno.ENOMEM:
+            raise MemoryError
+        assert used >= 0, f"a key is in the index already, or its record is too long ({used})"
+        if max(lengths) > PAGE_PAYLOAD_BYTES:
+            # Only together with a KEY_TAIL: the PUT record before it fills a page.
+            for number in reversed(range(count)):
+                if lengths[number] > PAGE_PAYLOAD_BYTES:
+                    lengths[number : number + 1] = array(
+                        "I", [PAGE_PAYLOAD_BYTES, lengths[number] - PAGE_PAYLOAD_BYTES]
+                    )
+        records, ends = bytes(memory[:used]), itertools.accumulate(lengths)
+        return [records[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def remove(self, digest: bytes) -> Entry | None:
         """Take a chunk out, or None if there is none. With leases it is forgotten with the last `release`."""

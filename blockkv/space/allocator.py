@@ -138,6 +138,30 @@ class Allocator:
                 return None
         return tuple(extents)
 
+    def allocate_many(self, sizes: Sequence[int]) -> list[tuple[Extent, ...]]:
+        """Extents for chunks that are written together, from the first on, up to one that gets none.
+
+        Those smaller than a run lie one behind the other in whole runs, where there are as many: they are
+        written in few requests, and leave whole runs behind when they leave together.
+        """
+        small = sum(units for units in sizes if units < RUN_UNITS)
+        strip: list[Extent] = []
+        if RUN_UNITS <= small <= MAX_EXTENT_UNITS:
+            strip.extend(self.allocate(small) or ())
+        found: list[tuple[Extent, ...]] = []
+        for units in sizes:
+            extents = _cut(strip, units) if strip and units < RUN_UNITS else self.allocate(units)
+            if extents is None and strip:
+                # What lies there for chunks that come later must not be in the way of this one.
+                self.release(strip)
+                strip.clear()
+                extents = self.allocate(units)
+            if extents is None:
+                break
+            found.append(extents)
+        self.release(strip)
+        return found
+
     def release(self, extents: Iterable[Extent]) -> None:
         """Live extents become free at once: for puts that failed before anything referred to them."""
         for start, count in extents:
@@ -409,6 +433,21 @@ def _newest(members: dict[int, None]) -> int:
     start, _ = members.popitem()
     members[start] = None
     return start
+
+
+def _cut(strip: list[Extent], units: int) -> tuple[Extent, ...]:
+    """The next `units` of what was allocated for several chunks together."""
+    taken = []
+    while units:
+        start, count = strip[0]
+        piece = min(count, units)
+        taken.append((start, piece))
+        units -= piece
+        if piece == count:
+            del strip[0]
+        else:
+            strip[0] = start + piece, count - piece
+    return tuple(taken)
 
 
 def _split(extents: list[Extent]) -> list[Extent]:

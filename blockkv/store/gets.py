@@ -23,11 +23,8 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
 from blockkv.store.verify import is_damage
-from blockkv.store.waves import Wave, WaveRun
+from blockkv.store.waves import LOOKUP_KEYS, Wave, WaveRun
 from blockkv.tensors import Described, allocate, describe_output, read_only
-
-LOOKUP_KEYS = 256
-"""Keys looked up in one go: they are leased from then on."""
 
 
 @dataclass(slots=True)

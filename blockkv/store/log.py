@@ -123,11 +123,11 @@ class Log:
 
     # -- filling the pending group (store lock held) ---------------------------------------------------
 
-    def next_log_sequence(self) -> int:
-        """A number for the next record. The caller holds the store's lock until it is appended."""
-        number = self._tail.next_log_sequence
-        self._tail.next_log_sequence += 1
-        return number
+    def next_log_sequences(self, count: int = 1) -> int:
+        """The first of `count` numbers for the next records, which are appended before the lock is let go."""
+        first = self._tail.next_log_sequence
+        self._tail.next_log_sequence += count
+        return first
 
     @property
     def newest_log_sequence(self) -> int:

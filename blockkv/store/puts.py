@@ -1,9 +1,14 @@
-"""Carrying out puts: claim keys, find space, write, make visible what was written."""
+"""Carrying out puts: claim keys, find space, write, make visible what was written.
+
+Many chunks go to the free map, the device and the index in one call each; small ones of a call are placed one
+behind the other, so that they are written together.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from blockkv.device.base import UNIT_BYTES, Batch, Direction, Priority, device_error
@@ -14,12 +19,14 @@ from blockkv.space.allocator import Extent
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
-from blockkv.store.verify import device_extents, root_checksum
-from blockkv.store.waves import Wave, WaveRun
+from blockkv.store.verify import device_extents
+from blockkv.store.waves import LOOKUP_KEYS, Wave, WaveRun
 from blockkv.tensors import Described, Tensors, describe
 
 SPACE_WAIT_S = 5.0
 """How long a put waits for readers and other writers to give back the only space that is left."""
+
+Item = tuple[Key, Tensors]
 
 
 @dataclass(slots=True)
@@ -32,7 +39,12 @@ class _Put:
     digest: bytes
     described: Described
     record_bytes: int
-    extents: tuple[Extent, ...]
+    """What its records take at most."""
+    extents: tuple[Extent, ...] = ()
+
+    @property
+    def units(self) -> int:
+        return -(-self.described.payload_bytes // UNIT_BYTES)
 
 
 class PutRun(WaveRun[_Put]):
@@ -48,90 +60,157 @@ class PutRun(WaveRun[_Put]):
         self.last_sequence = 0
         """The newest log sequence of any of the keys, written or found: all are durable when it is."""
         self._own: set[bytes] = set()
-        self._postponed: list[tuple[bytes, int, Key, Tensors]] = []
+        """Digests of the keys that this call has claimed."""
+        self._postponed: deque[tuple[bytes, int, Item]] = deque()
+        """Keys that were claimed already, by another thread or earlier in this call."""
 
-    def run(self, items: Iterable[tuple[Key, Tensors]]) -> None:
+    def run(self, items: Sequence[Item]) -> None:
         """Carry out all items. Only what is no single key's fault is raised (StoreReadOnly)."""
-        try:
-            for position, (key, value) in enumerate(items):
-                interrupts.deliver()
-                self._add(position, key, value)
-        finally:
-            self._drain()
+        for first in range(0, len(items), LOOKUP_KEYS):
+            self._carry_out(list(enumerate(items[first : first + LOOKUP_KEYS], first)), last=False)
+        self._carry_out([], last=True)
         while self._postponed:
-            # Another thread was writing these keys. We hold nothing ourselves now, so waiting is safe.
-            digest, position, key, value = self._postponed.pop()
+            # We hold nothing ourselves now, so waiting for others is safe.
+            digest, position, item = self._postponed.popleft()
             with self._state.lock:
                 while digest in self._state.claims:
                     self._state.changed.wait()
-            try:
-                self._add(position, key, value)
-            finally:
-                self._drain()
+            self._carry_out([(position, item)], last=True)
 
-    def _add(self, position: int, key: Key, value: Tensors) -> None:
+    def _carry_out(self, items: list[tuple[int, Item]], *, last: bool) -> None:
+        """Add the items; with `last`, or whatever is raised, nothing is in flight or claimed afterwards."""
+        try:
+            interrupts.deliver()
+            self._add(items)
+        except BaseException:
+            last = True
+            raise
+        finally:
+            if last:
+                self._drain()
+                self._give_up(self._own.copy())
+
+    def _add(self, items: list[tuple[int, Item]]) -> None:
+        """Claim the keys that are not there yet, find space for their chunks, enqueue them."""
+        puts = self._described(self._claim(items))
+        placed = self._place(puts)
+        taken = 0
+        try:
+            for put in puts[:placed]:
+                taken += 1
+                self._enqueue(put, put.described.payload_bytes)
+        finally:
+            self._displace(puts[taken:placed])
+        for put in puts[placed:]:
+            try:
+                put.extents = self._allocate(put)
+            except BlockKVError as error:
+                self.errors[put.position] = error
+                self._give_up([put.digest])
+            else:
+                self._enqueue(put, put.described.payload_bytes)
+
+    def _claim(self, items: list[tuple[int, Item]]) -> list[tuple[int, Item, bytes, bytes]]:
+        """(position, item, encoded key, digest) of the items that are ours to write."""
         state = self._state
-        try:
-            encoded = encode_key(key)
-        except BlockKVError as error:
-            self.errors[position] = error
-            return
-        digest = key_digest(encoded)
+        wanted: list[tuple[int, Item, bytes, bytes]] = []
+        for position, item in items:
+            try:
+                encoded = encode_key(item[0])
+            except BlockKVError as error:
+                self.errors[position] = error
+            else:
+                wanted.append((position, item, encoded, key_digest(encoded)))
+        claimed = []
         with state.lock:
-            entry = state.index.get(digest)
-            if entry is not None:
-                state.counters["put_existing"] += 1
-                state.index.touch(digest)
-                self.last_sequence = max(self.last_sequence, entry.log_sequence)
-                return
-            if digest in state.claims:
-                if digest not in self._own:
-                    self._postponed.append((digest, position, key, value))
-                return
-            state.claims.add(digest)
-        self._own.add(digest)
-        try:
-            described = describe(value)
-            record_bytes = put_bytes_at_most(described.payload_bytes, len(encoded))
-            extents = self._allocate(described.payload_bytes, record_bytes)
-        except BaseException as error:
-            self._own.discard(digest)
-            with state.lock:
-                state.claims.remove(digest)
-                state.changed.notify_all()
-            if not isinstance(error, BlockKVError):
-                raise
-            self.errors[position] = error
-            return
-        put = _Put(position, encoded, isinstance(key, str), digest, described, record_bytes, extents)
-        self._enqueue(put, described.payload_bytes)
+            places = state.index.find([digest for _, _, _, digest in wanted])
+            for place, one in zip(places, wanted, strict=True):
+                position, item, _, digest = one
+                if place:
+                    state.counters["put_existing"] += 1
+                    state.index.touch(digest)
+                    self.last_sequence = max(self.last_sequence, state.index.at(place).log_sequence)
+                elif digest in state.claims:
+                    self._postponed.append((digest, position, item))
+                else:
+                    state.claims.add(digest)
+                    self._own.add(digest)
+                    claimed.append(one)
+        return claimed
+
+    def _described(self, claimed: list[tuple[int, Item, bytes, bytes]]) -> list[_Put]:
+        puts = []
+        for position, (key, value), encoded, digest in claimed:
+            try:
+                described = describe(value)
+            except BlockKVError as error:
+                self.errors[position] = error
+                self._give_up([digest])
+            else:
+                record_bytes = put_bytes_at_most(described.payload_bytes, len(encoded))
+                puts.append(_Put(position, encoded, isinstance(key, str), digest, described, record_bytes))
+        return puts
+
+    def _give_up(self, digests: Collection[bytes]) -> None:
+        """Let others write keys that this call had claimed."""
+        if digests:
+            with self._state.lock:
+                self._state.claims.difference_update(digests)
+                self._own.difference_update(digests)
+                self._state.changed.notify_all()
+
+    def _place(self, puts: list[_Put]) -> int:
+        """Give extents to the first chunks, as many as there is space for as it is. Returns how many."""
+        state = self._state
+        with state.changing:
+            if state.layouts.exhausted:
+                return 0
+            room_bytes, fitting = state.record_room_bytes, 0
+            for put in puts:
+                room_bytes -= put.record_bytes
+                if room_bytes < 0:
+                    break
+                fitting += 1
+            found = state.allocator.allocate_many([put.units for put in puts[:fitting]])
+            for put, extents in zip(puts, found, strict=False):
+                put.extents = extents
+                state.reserved_record_bytes += put.record_bytes
+        return len(found)
+
+    def _displace(self, puts: list[_Put]) -> None:
+        if puts:
+            with self._state.changing:
+                for put in puts:
+                    self._state.allocator.release(put.extents)
+                    self._state.reserved_record_bytes -= put.record_bytes
 
     def _fill(self, batch: Batch, items: list[_Put]) -> None:
+        geometry = self._state.geometry
         for put in items:
             described = put.described
             batch.keepalive.append(described.keepalive)
             batch.add(
                 described.payload_bytes,
-                device_extents(self._state.geometry, put.extents),
+                device_extents(geometry, put.extents),
                 described.segments,
                 leaf_bytes_for(described.payload_bytes),
             )
 
-    def _allocate(self, payload_bytes: int, record_bytes: int) -> tuple[Extent, ...]:
-        """Extents for a chunk, evicting as needed; reserves `record_bytes` of the next checkpoint."""
-        state = self._state
-        units = -(-payload_bytes // UNIT_BYTES)
+    def _allocate(self, put: _Put) -> tuple[Extent, ...]:
+        """Extents for a chunk, evicting as needed; reserves its part of the next checkpoint."""
+        state, units, record_bytes = self._state, put.units, put.record_bytes
         if units > state.geometry.data_units:
             raise StoreFull(
-                f"a chunk of {payload_bytes} bytes can never fit: the data zone of {state.device.path} has "
-                f"{state.geometry.data.size_bytes} bytes"
+                f"a chunk of {put.described.payload_bytes} bytes can never fit: the data zone of "
+                f"{state.device.path} has {state.geometry.data.size_bytes} bytes"
             )
         if state.layouts.exhausted:
             raise StoreFull(f"{state.device.path} has no numbers left for layouts; format it anew")
         deadline = time.monotonic() + SPACE_WAIT_S
         while True:
             with state.changing:
-                extents = state.allocator.allocate(units) if state.record_room(record_bytes) else None
+                has_room = record_bytes <= state.record_room_bytes
+                extents = state.allocator.allocate(units) if has_room else None
                 if extents is not None:
                     state.reserved_record_bytes += record_bytes
                     return extents
@@ -153,7 +232,7 @@ class PutRun(WaveRun[_Put]):
 
     def _full(self, units: int, record_bytes: int) -> StoreFull:
         state = self._state
-        if not state.record_room(record_bytes):
+        if record_bytes > state.record_room_bytes:
             return StoreFull(
                 f"{state.device.path} holds {len(state.index)} chunks and its checkpoint area has no room "
                 "for another record; delete chunks, allow eviction, or format with a smaller --average-chunk"
@@ -170,42 +249,42 @@ class PutRun(WaveRun[_Put]):
 
     def _complete(self, wave: Wave[_Put]) -> None:
         state, batch = self._state, wave.batch
-        roots = [
-            root_checksum(put.digest, put.described.payload_bytes, put.described.layout, batch.leaves(number))
-            for number, put in enumerate(wave.items)
-        ]
+        failed = dict(batch.failed()) if wave.refusal is None else {}
         with state.changing:
-            for number, put in enumerate(wave.items):
-                state.reserved_record_bytes -= put.record_bytes
-                code = batch.result(number)
-                if wave.refusal is not None:
+            state.reserved_record_bytes -= sum(put.record_bytes for put in wave.items)
+            if wave.refusal is not None:
+                for put in wave.items:
                     state.allocator.release(put.extents)
                     self.errors[put.position] = wave.refusal
-                elif code:
+            else:
+                for number, code in failed.items():
+                    put = wave.items[number]
                     state.allocator.quarantine(put.extents)
                     state.counters["put_device_error"] += 1
                     self.errors[put.position] = device_error(
                         state.device.path, f"writing a chunk of {put.described.payload_bytes} bytes", code
                     )
-                else:
-                    self._publish(put, batch.leaves(number), roots[number])
-                state.claims.remove(put.digest)
-                self._own.discard(put.digest)
-            state.changed.notify_all()
+                self._publish(
+                    batch, [number for number in range(len(wave.items)) if number not in failed], wave
+                )
+            self._give_up([put.digest for put in wave.items])
 
-    def _publish(self, put: _Put, leaves: bytes, root: bytes) -> None:
-        state, described = self._state, put.described
+    def _publish(self, batch: Batch, numbers: list[int], wave: Wave[_Put]) -> None:
+        """Make the chunks of these transfers visible. The caller holds the lock."""
+        state, puts = self._state, [wave.items[number] for number in numbers]
+        if not puts:
+            return
         self.last_sequence = state.insert(
-            digest=put.digest,
-            key=put.key,
-            key_is_text=put.key_is_text,
-            payload_bytes=described.payload_bytes,
-            layout=described.layout,
-            root=root,
-            extents=put.extents,
-            leaves=leaves,
+            batch,
+            numbers,
+            digests=[put.digest for put in puts],
+            keys=[put.key for put in puts],
+            keys_are_text=bytes([put.key_is_text for put in puts]),
+            layouts=[put.described.layout for put in puts],
+            record_bytes_at_most=sum(put.record_bytes for put in puts),
         )
-        self.results[put.position] = True
-        state.counters["put_chunks"] += 1
-        state.counters["put_bytes"] += described.payload_bytes
-        state.counters["put_copied_bytes"] += described.copied_bytes
+        for put in puts:
+            self.results[put.position] = True
+        state.counters["put_chunks"] += len(puts)
+        state.counters["put_bytes"] += sum(put.described.payload_bytes for put in puts)
+        state.counters["put_copied_bytes"] += sum(put.described.copied_bytes for put in puts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from types import TracebackType
 
 from blockkv.catalog.index import Entry, Index
 from blockkv.catalog.layouts import Layout, Layouts
-from blockkv.device.base import UNIT_BYTES, Device
+from blockkv.device.base import UNIT_BYTES, Batch, Device
 from blockkv.errors import BlockKVError
 from blockkv.format import record
 from blockkv.format.checkpoint import bodies_of
@@ -114,32 +115,37 @@ class State:
 
     def insert(
         self,
+        batch: Batch,
+        numbers: Sequence[int],
         *,
-        digest: bytes,
-        key: bytes,
-        key_is_text: bool,
-        payload_bytes: int,
-        layout: Layout,
-        root: bytes,
-        extents: tuple[Extent, ...],
-        leaves: bytes,
+        digests: Sequence[bytes],
+        keys: Sequence[bytes],
+        keys_are_text: bytes,
+        layouts: Sequence[Layout],
+        record_bytes_at_most: int,
     ) -> int:
-        """Make a written chunk visible and log it. Returns its log sequence."""
-        layout_id, is_new = self.layouts.acquire(layout)
-        if is_new:
-            self.log.append([record.encode_layout(self.log.next_log_sequence(), layout_id, layout.body)])
-        records = record.encode_put(
-            self.log.next_log_sequence(),
-            digest,
-            payload_bytes,
-            layout_id,
-            root,
-            extents,
-            leaves,
-            key,
-            key_is_text,
+        """Make chunks visible that these transfers of a batch have written, and log them.
+
+        The other sequences go with `numbers`. Returns the log sequence of the last.
+        """
+        layout_ids = array("I")
+        for layout in layouts:
+            layout_id, is_new = self.layouts.acquire(layout)
+            if is_new:
+                self.log.append([record.encode_layout(self.log.next_log_sequences(), layout_id, layout.body)])
+            layout_ids.append(layout_id)
+        records = self.index.insert_many(
+            batch,
+            numbers,
+            first_log_sequence=self.log.next_log_sequences(len(numbers)),
+            digests=digests,
+            keys=keys,
+            keys_are_text=keys_are_text,
+            layout_ids=layout_ids,
+            layout_checksums=b"".join([layout.digest for layout in layouts]),
+            base_bytes=self.geometry.data.offset_bytes,
+            room_bytes=record_bytes_at_most,
         )
-        self.index.insert(b"".join(records))
         return self.log.append(records)
 
     def delete(self, entry: Entry) -> int:
@@ -205,10 +211,11 @@ class State:
             self.counters["bytes_evicted"] += entry.payload_bytes
         return found
 
-    def record_room(self, record_bytes: int) -> bool:
-        """Whether the next checkpoint can hold this many more bytes of records."""
+    @property
+    def record_room_bytes(self) -> int:
+        """How many more bytes of records the next checkpoint can hold."""
         used = self.index.record_bytes + self.reserved_record_bytes + 2 * self.layouts.body_bytes
-        return used + record_bytes <= self._record_limit_bytes
+        return self._record_limit_bytes - used
 
     def any_leased(self) -> bool:
         """Whether readers hold extents that could be freed or evicted once they are done."""
@@ -220,7 +227,7 @@ class State:
         self.layouts.release(entry.layout_id)
 
     def _append_delete(self, digest: bytes) -> int:
-        return self.log.append([record.encode_delete(self.log.next_log_sequence(), digest)])
+        return self.log.append([record.encode_delete(self.log.next_log_sequences(), digest)])
 
     def _defer(self, extents: tuple[Extent, ...], log_sequence: int) -> None:
         self.allocator.defer(extents, log_sequence)

@@ -21,6 +21,8 @@ WAVE_BYTES = 32 << 20
 FIRST_WAVE_BYTES = 4 << 20
 """The first wave of a call is small, so that the device starts early; each next one is twice as large."""
 WAVES_IN_FLIGHT = 4
+LOOKUP_KEYS = 256
+"""Keys of a call that are looked up in one go: they are leased, or claimed, from then on."""
 
 Item = TypeVar("Item")
 

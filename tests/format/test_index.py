@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from array import array
 from collections import Counter, OrderedDict
 
 import pytest
@@ -445,7 +446,7 @@ def test_transfers_of_many_chunks_are_those_of_each() -> None:
         )
     for hashed in (True, False):
         batch = Batch(Direction.READ, Priority.LOAD)
-        index.add_transfers(batch, places, type(places)("I", segment_counts), base_bytes, hashed)
+        index.add_transfers(batch, places, array("I", segment_counts), base_bytes, hashed)
         assert batch.extents == wanted.extents
         assert len(batch) == len(entries)
         if hashed:
@@ -472,9 +473,71 @@ def test_verify_compares_digest_size_layout_and_leaves() -> None:
     insert(b"wrong", record.root_checksum(record.key_digest(b"right"), payload_bytes, layout, leaves), 80)
     places = index.acquire([record.key_digest(b"right"), record.key_digest(b"wrong")])
     batch = Batch(Direction.READ, Priority.LOAD)
-    index.add_transfers(batch, places, type(places)("I", [1, 1]), 0, True)
-    batch.leaf_values = type(batch.leaf_values)("Q", leaves * 2)
+    index.add_transfers(batch, places, array("I", [1, 1]), 0, True)
+    batch.leaf_values = array("Q", leaves * 2)
     assert index.verify(batch, places, layout * 2) == b"\1\0"
     assert index.verify(batch, places, dice_bytes(9, 16) + layout) == b"\0\0"
     batch.leaf_values[2] ^= 1
     assert index.verify(batch, places, layout * 2) == b"\0\0"
+
+
+def test_records_of_a_wave_are_those_encoded_one_by_one() -> None:
+    rng = random.Random(8)
+    base_bytes = 3 << 20
+    batch = Batch(Direction.WRITE, Priority.STORE)
+    wanted: list[bytes] = []
+    numbers, keys, texts, layouts, layout_ids = [], [], bytearray(), [], array("I")
+    first = 1000
+    for number in range(120):
+        raw = random_put(rng)[0]
+        decoded = record.decode(raw)
+        assert isinstance(decoded, record.PutRecord)
+        leaf_bytes = geometry.leaf_bytes_for(decoded.payload_bytes)
+        batch.add(
+            decoded.payload_bytes,
+            [(base_bytes + start * 4096, count * 4096) for start, count in decoded.extents],
+            [(4096, decoded.payload_bytes)],
+            leaf_bytes,
+        )
+        leaves = array("Q", decoded.leaves)
+        batch.leaf_values[len(batch.leaf_values) - len(leaves) :] = leaves
+        if number % 7 == 3:
+            continue  # one that could not be written
+        key = rng.randbytes(rng.choice((1, 8, 36, 3000, 3900, 4000, 4096)))
+        layout = rng.randbytes(16)
+        digest = record.key_digest(key + bytes([number]))
+        wanted += record.encode_put(
+            first + len(numbers),
+            digest,
+            decoded.payload_bytes,
+            number,
+            record.root_checksum(digest, decoded.payload_bytes, layout, decoded.leaves),
+            decoded.extents,
+            decoded.leaves,
+            key,
+            bool(number % 2),
+        )
+        numbers.append(number)
+        keys.append((key, digest))
+        texts.append(number % 2)
+        layouts.append(layout)
+        layout_ids.append(number)
+    index = Index()
+    made = index.insert_many(
+        batch,
+        numbers,
+        first_log_sequence=first,
+        digests=[digest for _, digest in keys],
+        keys=[key for key, _ in keys],
+        keys_are_text=bytes(texts),
+        layout_ids=layout_ids,
+        layout_checksums=b"".join(layouts),
+        base_bytes=base_bytes,
+        room_bytes=sum(map(len, wanted)),
+    )
+    assert made == wanted
+    assert b"".join(entry.raw for entry in index) == b"".join(wanted)
+    for entry, (key, digest) in zip(index, keys, strict=True):
+        assert entry.digest == digest
+        assert (entry.key if isinstance(entry.key, bytes) else key) == key
+    assert list(index.find([keys[5][1], bytes(32)])) == [index.get(keys[5][1]).place, 0]  # type: ignore[union-attr]

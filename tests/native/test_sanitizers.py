@@ -11,12 +11,13 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "native"
 DRIVER = Path(__file__).parent / "driver.c"
-SOURCES = [str(DRIVER), *(str(path) for path in sorted(NATIVE.glob("[!_]*.c")))]
+INDEX_DRIVER = Path(__file__).parent / "index_driver.c"
+SOURCES = [str(path) for path in sorted(NATIVE.glob("[!_]*.c"))]
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-std=gnu11")
 COMPILER = os.environ.get("CC", "cc")
 
 
-def build(target: Path, *flags: str) -> Path:
+def build(target: Path, *flags: str, driver: Path = DRIVER) -> Path:
     command = [
         COMPILER,
         *WARNINGS,
@@ -26,6 +27,7 @@ def build(target: Path, *flags: str) -> Path:
         f"-I{NATIVE}",
         "-o",
         str(target),
+        str(driver),
         *SOURCES,
         "-luring",
     ]
@@ -41,13 +43,11 @@ def has_sanitizer(directory: Path, *flags: str) -> bool:
 
 
 def drive(image_dir: Path, command: list[str], rounds: int) -> None:
-    done = subprocess.run(
-        [*command, str(image_dir / "driver.img"), "1", str(rounds)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    run([*command, str(image_dir / "driver.img"), "1", str(rounds)])
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ERROR" not in done.stderr
     assert "WARNING" not in done.stderr
@@ -56,6 +56,7 @@ def drive(image_dir: Path, command: list[str], rounds: int) -> None:
 @pytest.mark.parametrize("optimisation", ["-O0", "-O3"])
 def test_builds_without_warnings(tmp_path: Path, optimisation: str) -> None:
     build(tmp_path / "driver", optimisation)
+    build(tmp_path / "index_driver", optimisation, driver=INDEX_DRIVER)
 
 
 def test_address_and_undefined(tmp_path: Path, image_dir: Path) -> None:
@@ -63,6 +64,7 @@ def test_address_and_undefined(tmp_path: Path, image_dir: Path) -> None:
     if not has_sanitizer(tmp_path, *flags):
         pytest.skip("the compiler has no address and undefined-behaviour sanitizer")
     drive(image_dir, [str(build(tmp_path / "driver", "-O1", *flags))], rounds=8)
+    run([str(build(tmp_path / "index_driver", "-O1", *flags, driver=INDEX_DRIVER)), "1", "8"])
 
 
 def test_threads(tmp_path: Path, image_dir: Path) -> None:
@@ -77,4 +79,6 @@ def test_threads(tmp_path: Path, image_dir: Path) -> None:
 @pytest.mark.requires_tool("valgrind")
 def test_valgrind(tmp_path: Path, image_dir: Path) -> None:
     driver = str(build(tmp_path / "driver", "-O1"))
-    drive(image_dir, ["valgrind", "--quiet", "--error-exitcode=9", "--leak-check=full", driver], rounds=2)
+    valgrind = ["valgrind", "--quiet", "--error-exitcode=9", "--leak-check=full"]
+    drive(image_dir, [*valgrind, driver], rounds=2)
+    run([*valgrind, str(build(tmp_path / "index_driver", "-O1", driver=INDEX_DRIVER)), "2", "1"])

@@ -230,6 +230,39 @@ def test_a_small_chunk_is_divided_only_when_nothing_else_is_left() -> None:
     allocator.check([*live, *extents])
 
 
+def test_small_chunks_of_one_call_lie_one_behind_the_other() -> None:
+    allocator = Allocator(16 * RUN_UNITS)
+    hole = allocator.allocate(3)
+    assert hole is not None
+    found = allocator.allocate_many([4] * 20 + [2 * RUN_UNITS] + [7] * 5)
+    small = [extents for extents in found if sum(count for _, count in extents) < RUN_UNITS]
+    assert [count for extents in small for _, count in extents] == [4] * 20 + [7] * 5
+    place = small[0][0][0]
+    assert place % RUN_UNITS == 0
+    for ((start, count),) in small:
+        assert start == place
+        place += count
+    allocator.check([*hole, *itertools.chain.from_iterable(found)])
+
+
+def test_less_than_a_run_of_small_chunks_fills_holes() -> None:
+    allocator = Allocator(4 * RUN_UNITS)
+    allocator.allocate(3)
+    found = allocator.allocate_many([4, 4])
+    assert all(start < RUN_UNITS for ((start, _),) in found)
+
+
+def test_many_chunks_get_space_up_to_the_first_that_gets_none() -> None:
+    allocator = Allocator(4 * RUN_UNITS)
+    found = allocator.allocate_many([RUN_UNITS, 5, 2 * RUN_UNITS, 30, 2 * RUN_UNITS, 1])
+    assert len(found) == 3
+    assert allocator.free_units == 4 * RUN_UNITS - 3 * RUN_UNITS - 5
+    allocator.check(itertools.chain.from_iterable(found))
+    full = Allocator(RUN_UNITS)
+    assert full.allocate_many([20, 20]) == [((0, 20),)]
+    full.check([(0, 20)])
+
+
 def test_no_chunk_has_more_extents_than_a_record_holds() -> None:
     runs = 2 * MAX_EXTENTS + 2
     every_other = [(run * RUN_UNITS, RUN_UNITS) for run in range(1, runs, 2)]

@@ -125,7 +125,7 @@ def test_a_change_cut_short_ends_writing(image_dir: Path, monkeypatch: pytest.Mo
     blockkv.format(target, size="64MiB")
     store = blockkv.open(target, commit_interval_ms=None)
     store.put("k", b"before", durable=True)
-    monkeypatch.setattr(store._state, "insert", lambda **_: exec("raise MemoryError"))
+    monkeypatch.setattr(store._state, "insert", lambda *_, **__: exec("raise MemoryError"))
     with pytest.raises(MemoryError):
         store.put("new", b"x")
     assert bytes(store.get("k").numpy()) == b"before"

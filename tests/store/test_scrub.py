@@ -452,7 +452,7 @@ def test_sequences_that_come_again_after_a_crash_are_not_taken_for_verified() ->
     generation = store._state.log.superblock
     store.put_many([(f"lazy{number}", payload(f"lazy{number}")) for number in range(20)])
     scrub_of(store).run()
-    store._state.log.scrub_sequence = store._state.log.next_log_sequence()
+    store._state.log.scrub_sequence = store._state.log.next_log_sequences()
     # As if a checkpoint under way had taken the cursor along, and then only the older records survived.
     write_superblock(
         device,
