@@ -145,6 +145,9 @@ static int check_options(const struct bkv_options *options, struct bkv_failure *
         return bkv_refuse(failure, -EINVAL, "depth is %u: want 1 to %d", options->depth, BKV_MAX_DEPTH);
     if (!options->workers || options->workers > BKV_MAX_WORKERS)
         return bkv_refuse(failure, -EINVAL, "workers is %u: want 1 to %d", options->workers, BKV_MAX_WORKERS);
+    if (options->memory_boundary_bytes && !is_power_of_two(options->memory_boundary_bytes))
+        return bkv_refuse(failure, -EINVAL, "memory_boundary_bytes is %u: want 0 or a power of two",
+                          options->memory_boundary_bytes);
     if (options->staging_bytes < 2 * BKV_MAX_OPERATION_BYTES || options->staging_bytes % BKV_UNIT_BYTES
         || options->staging_bytes > BKV_REGION_SLOT_BYTES)
         return bkv_refuse(failure, -EINVAL, "staging_bytes is %llu: want whole units of %d from %d to %d",
@@ -208,7 +211,7 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
         destroy(engine);
         return NULL;
     }
-    if (options->backend == BKV_BACKEND_IO_URING)
+    if (options->backend != BKV_BACKEND_THREADS)
         code = bkv_reactor_start(engine, failure);
     else if ((code = bkv_pool_start(engine)))
         bkv_refuse(failure, code, "pthread_create of the thread pool");
@@ -317,7 +320,9 @@ int bkv_engine_flush(struct bkv_engine *engine)
     int code = begin(engine);
     if (code)
         return code;
-    /* Straight from the calling thread, which waits anyway: through the ring it would take a kernel worker thread. */
+    /* Straight from the calling thread, which waits anyway: through the ring it would take a kernel worker thread.
+     * Of a namespace the driver makes an NVMe Flush of it, which covers commands of the passthrough as well; and of
+     * a discard a Dataset Management. */
     code = fdatasync(engine->options.fd) ? -errno : 0;
     bkv_count(&engine->counts.flushes, 1);
     end(engine);
@@ -441,5 +446,7 @@ void bkv_engine_abandon(struct bkv_engine *engine)
 {
     if (engine->reactor)
         bkv_reactor_abandon(engine->reactor);
+    if (engine->options.backend == BKV_BACKEND_PASSTHROUGH)
+        close(engine->options.passthrough_fd);
     close(engine->options.fd);
 }

@@ -3,7 +3,8 @@
  * A batch goes through four stations, each with its own file:
  *   batch.c    private copies of what the caller described, validated; results and leaf accounting
  *   plan.c     transfers -> operations: sorted by device offset, coalesced, bounded
- *   reactor.c  operations -> io_uring (pool.c: -> preadv/pwritev where io_uring is refused)
+ *   reactor.c  operations -> io_uring (pool.c: -> preadv/pwritev where io_uring is refused;
+ *              passthrough.c: -> NVMe commands through io_uring, where asked for)
  *   worker.c   staging copies and leaf checksums
  * engine.c owns the queues between them.
  *
@@ -23,7 +24,7 @@ enum bkv_direction { BKV_READ = 0, BKV_WRITE = 1 };
 /* Served in this order; the values are those of blockkv.device.base.Priority. */
 enum bkv_priority { BKV_LOAD = 0, BKV_PRELOAD = 1, BKV_STORE = 2, BKV_PRIORITY_COUNT = 3 };
 
-enum bkv_backend { BKV_BACKEND_IO_URING = 0, BKV_BACKEND_THREADS = 1 };
+enum bkv_backend { BKV_BACKEND_IO_URING = 0, BKV_BACKEND_THREADS = 1, BKV_BACKEND_PASSTHROUGH = 2 };
 
 enum {
     BKV_UNIT_BYTES = 4096,            /* blockkv.device.base.UNIT_BYTES */
@@ -55,11 +56,14 @@ struct bkv_options {
     uint64_t size_bytes;
     uint64_t staging_bytes;
     int32_t fd; /* open for direct I/O; the engine never closes it, except in bkv_engine_abandon */
+    int32_t passthrough_fd; /* of BKV_BACKEND_PASSTHROUGH: the character device of the same namespace; as above */
+    uint32_t nsid;          /* and the namespace's number */
     uint32_t backend;
     uint32_t lba_bytes;
     uint32_t memory_alignment_bytes;
     uint32_t max_transfer_bytes;
     uint32_t max_segments;
+    uint32_t memory_boundary_bytes; /* inside a request, pieces of memory meet at multiples of it; 0: anywhere */
     uint32_t depth;
     uint32_t workers;
 };

@@ -151,8 +151,7 @@ static bool resume(struct bkv_engine *engine, struct bkv_operation *operation, u
     return true;
 }
 
-/* A namespace that went away has no size left; a write to it then finds no space. */
-static bool is_gone(int fd)
+bool bkv_device_is_gone(int fd)
 {
     return lseek(fd, 0, SEEK_END) == 0;
 }
@@ -183,8 +182,8 @@ struct bkv_operation *bkv_operation_settle(struct bkv_engine *engine, struct bkv
     }
     if (!answer)
         answer = read ? -ENODEV : -EIO; /* inside the device, only a namespace that went away reads as nothing */
-    if (answer == -ENOSPC && is_gone(engine->options.fd))
-        answer = -ENODEV;
+    if (answer == -ENOSPC && bkv_device_is_gone(engine->options.fd))
+        answer = -ENODEV; /* a write finds no space where there is no size */
     if (operation->transfer_count > 1 && isolate(operation, again)) {
         bkv_count(&counts->isolated_requests, operation->part_count);
         return NULL;

@@ -79,6 +79,9 @@ void bkv_operation_attach_staging(struct bkv_operation *operation, uint8_t *stag
 void bkv_operation_copy_in(struct bkv_operation *operation);
 void bkv_operation_copy_out(struct bkv_operation *operation);
 
+/* Whether the block device has no size any more: its namespace went away. */
+bool bkv_device_is_gone(int fd);
+
 /* Judges what the device answered (bytes moved, or a negative errno). Returns the operation to finish, whose parts
  * then hold their results, or NULL with what to issue next appended to `again`. */
 struct bkv_operation *bkv_operation_settle(struct bkv_engine *engine, struct bkv_operation *operation,

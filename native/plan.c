@@ -6,7 +6,9 @@
  *   * every iovec is aligned for direct I/O and a multiple of the LBA long: caller's memory where it is so already,
  *     else a range of the staging slot;
  *   * an operation spans at most `max_segments` pages, so that the device takes it whole: the kernel would finish
- *     a split request on one of its worker threads.
+ *     a split request on one of its worker threads;
+ *   * inside an operation, iovecs meet at multiples of `memory_boundary_bytes`, if that is given: an NVMe command
+ *     describes memory by pages, and the kernel would copy one that it cannot split.
  */
 #include "plan.h"
 
@@ -136,6 +138,13 @@ static bool add_direct(struct planner *planner, uint64_t address, uint32_t lengt
     return true;
 }
 
+/* The offset in the staging slot at which one more range of staging would start. */
+static uint32_t next_staging_offset(const struct planner *planner)
+{
+    uint32_t alignment = planner->staging_alignment;
+    return (planner->operation->staging_bytes + alignment - 1) / alignment * alignment;
+}
+
 /* Extends the operation by `length` bytes of staging, a multiple of the LBA. */
 static bool add_staged(struct planner *planner, uint32_t length)
 {
@@ -143,8 +152,7 @@ static bool add_staged(struct planner *planner, uint32_t length)
     if (planner->last_is_staged) {
         LAST(planner->iovs, struct iovec)->iov_len += length;
     } else {
-        operation->staging_bytes = (operation->staging_bytes + planner->staging_alignment - 1)
-                                   / planner->staging_alignment * planner->staging_alignment;
+        operation->staging_bytes = next_staging_offset(planner);
         struct iovec *iov = PUSH(planner->iovs, struct iovec);
         struct bkv_range *range = PUSH(planner->ranges, struct bkv_range);
         if (!iov || !range)
@@ -180,6 +188,20 @@ static bool add_copy(struct planner *planner, uint64_t address, uint32_t length,
     return true;
 }
 
+/* Whether memory that follows makes a gap: a new iovec that does not meet the last one at a boundary. */
+static bool makes_gap(const struct planner *planner, bool staged, uint64_t address)
+{
+    const struct bkv_operation *operation = planner->operation;
+    const uint32_t boundary = planner->options->memory_boundary_bytes;
+    if (!boundary || !operation->iov_count)
+        return false;
+    const struct iovec *last = LAST(planner->iovs, struct iovec);
+    uint64_t end = planner->last_is_staged ? operation->staging_bytes : (uintptr_t)last->iov_base + last->iov_len;
+    if (staged == planner->last_is_staged && (staged || end == address))
+        return false;
+    return (end | (staged ? next_staging_offset(planner) : address)) % boundary;
+}
+
 /* Adds memory (address 0: padding) that follows on the device at `offset`. */
 static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t payload_offset, uint64_t offset,
                          uint64_t address, uint64_t length)
@@ -189,9 +211,10 @@ static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t pa
     while (length) {
         struct bkv_operation *operation = planner->operation;
         uint32_t n, start;
-        bool staged = true;
+        bool staged = !direct || address % planner->options->memory_alignment_bytes || length < lba;
         if (planner->partial_bytes) {
             /* The LBA is staged already: only the copy is missing. */
+            staged = true;
             start = operation->length_bytes - lba + planner->partial_bytes;
             n = lba - planner->partial_bytes < length ? lba - planner->partial_bytes : (uint32_t)length;
             struct bkv_part *part = part_for(planner, transfer, payload_offset, start);
@@ -202,7 +225,8 @@ static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t pa
             if (operation
                 && (operation->offset_bytes + operation->length_bytes != offset
                     || operation->length_bytes >= planner->operation_bytes
-                    || planner->pages >= planner->options->max_segments)) {
+                    || planner->pages >= planner->options->max_segments
+                    || makes_gap(planner, staged, address))) {
                 close_operation(planner);
                 operation = NULL;
             }
@@ -212,7 +236,6 @@ static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t pa
                 operation = planner->operation;
             }
             start = operation->length_bytes;
-            staged = !direct || address % planner->options->memory_alignment_bytes || length < lba;
             uint64_t room = planner->operation_bytes - start;
             /* Memory for `pages` more pages, wherever in its first page it starts. */
             uint64_t pages = planner->options->max_segments - planner->pages;

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "internal.h"
+#include "passthrough.h"
 #include "ring.h"
 
 enum {
@@ -29,6 +30,8 @@ struct bkv_reactor {
     uint64_t event_value;
     struct __kernel_timespec at_once; /* how long the alarm waits: not at all */
     bool has_file, has_buffers;
+    bool is_passthrough;
+    bool fixed_refused; /* the kernel takes no registered memory, although it registers it */
     bool staging_tried, staging_registered;
 
     struct bkv_batch_list queue[BKV_PRIORITY_COUNT];
@@ -68,33 +71,49 @@ static void deactivate(struct bkv_reactor *reactor, struct bkv_batch *batch)
         batch->active_next->active_previous = batch->active_previous;
 }
 
-static void issue(struct bkv_reactor *reactor, struct bkv_operation *operation)
+static int device_fd(const struct bkv_reactor *reactor)
 {
-    struct bkv_counts *counts = &reactor->engine->counts;
-    struct io_uring_sqe *sqe = bkv_ring_sqe(&reactor->ring); /* the ring has an entry for each of `depth`, and more */
+    const struct bkv_options *options = &reactor->engine->options;
+    return reactor->is_passthrough ? options->passthrough_fd : options->fd;
+}
+
+/* Fills in a zeroed entry: a read or write of the block device or file. */
+static void prepare(struct io_uring_sqe *sqe, const struct bkv_operation *operation, const struct iovec *memory,
+                    uint32_t count, bool fixed)
+{
     bool read = operation->batch->direction == BKV_READ;
-    uint32_t count;
-    const struct iovec *memory = bkv_operation_memory(operation, &count);
     if (count == 1) {
-        bool fixed = operation->fixed_index >= 0;
         sqe->opcode = read ? (fixed ? IORING_OP_READ_FIXED : IORING_OP_READ)
                            : (fixed ? IORING_OP_WRITE_FIXED : IORING_OP_WRITE);
         sqe->buf_index = fixed ? (uint16_t)operation->fixed_index : 0;
         sqe->addr = (uintptr_t)memory->iov_base;
         sqe->len = (uint32_t)memory->iov_len;
-        bkv_count(&counts->fixed_requests, fixed);
     } else {
         sqe->opcode = read ? IORING_OP_READV : IORING_OP_WRITEV;
         sqe->addr = (uintptr_t)memory;
         sqe->len = count;
     }
-    sqe->fd = reactor->has_file ? 0 : reactor->engine->options.fd;
-    sqe->flags = reactor->has_file ? IOSQE_FIXED_FILE : 0;
     sqe->off = operation->offset_bytes + operation->done_bytes;
+}
+
+static void issue(struct bkv_reactor *reactor, struct bkv_operation *operation)
+{
+    struct bkv_counts *counts = &reactor->engine->counts;
+    struct io_uring_sqe *sqe = bkv_ring_sqe(&reactor->ring); /* the ring has an entry for each of `depth`, and more */
+    uint32_t count;
+    const struct iovec *memory = bkv_operation_memory(operation, &count);
+    bool fixed = count == 1 && operation->fixed_index >= 0 && !reactor->fixed_refused;
+    if (reactor->is_passthrough)
+        bkv_passthrough_prepare(sqe, &reactor->engine->options, operation, memory, count, fixed);
+    else
+        prepare(sqe, operation, memory, count, fixed);
+    sqe->fd = reactor->has_file ? 0 : device_fd(reactor);
+    sqe->flags = reactor->has_file ? IOSQE_FIXED_FILE : 0;
     sqe->user_data = (uintptr_t)operation;
     reactor->in_flight++;
     activate(reactor, operation->batch);
     bkv_count(&counts->device_requests, 1);
+    bkv_count(&counts->fixed_requests, fixed);
     if (operation->transfer_count > 1)
         bkv_count(&counts->coalesced_requests, 1);
 }
@@ -163,6 +182,8 @@ static void complete(struct bkv_reactor *reactor, struct bkv_operation *operatio
     struct bkv_operation_list again = {0};
     reactor->in_flight--;
     deactivate(reactor, batch);
+    if (reactor->is_passthrough)
+        answer = bkv_passthrough_answer(&reactor->engine->options, operation, answer, &reactor->fixed_refused);
     struct bkv_operation *finished = bkv_operation_settle(reactor->engine, operation, answer, &again);
     bkv_list_append(&reactor->ready[batch->priority], &again);
     if (!finished)
@@ -371,11 +392,17 @@ static void loop(struct bkv_reactor *reactor)
 
 static int open_ring(struct bkv_reactor *reactor)
 {
-    int code = bkv_ring_open(&reactor->ring, reactor->engine->options.depth + 2, &reactor->start_step);
+    const struct bkv_options *options = &reactor->engine->options;
+    int code = bkv_ring_open(&reactor->ring, options->depth + 2, reactor->is_passthrough, &reactor->start_step);
     if (code)
         return code;
+    if (reactor->is_passthrough && (code = bkv_passthrough_try(&reactor->ring, options))) {
+        reactor->start_step = "io_uring command to the namespace";
+        bkv_ring_close(&reactor->ring);
+        return code;
+    }
     /* Both only make requests cheaper. */
-    reactor->has_file = !bkv_ring_register_file(&reactor->ring, reactor->engine->options.fd);
+    reactor->has_file = !bkv_ring_register_file(&reactor->ring, device_fd(reactor));
     reactor->has_buffers = !bkv_ring_register_buffer_table(&reactor->ring, BKV_REGION_SLOTS);
     return 0;
 }
@@ -411,6 +438,7 @@ int bkv_reactor_start(struct bkv_engine *engine, struct bkv_failure *failure)
     if (!reactor)
         return -ENOMEM;
     reactor->engine = engine;
+    reactor->is_passthrough = engine->options.backend == BKV_BACKEND_PASSTHROUGH;
     pthread_mutex_init(&reactor->start_mutex, NULL);
     pthread_cond_init(&reactor->started, NULL);
     reactor->start_step = "pthread_create";

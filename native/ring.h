@@ -11,8 +11,8 @@ struct bkv_ring {
 };
 
 /* 0, or a negative errno with `step` naming the call that was refused. The calling thread becomes the only one
- * that may submit. */
-int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, const char **step);
+ * that may submit. `wide`: entries have room for an NVMe command and its completion. */
+int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, bool wide, const char **step);
 /* Nothing may be in flight that uses a registered file or buffer. */
 void bkv_ring_close(struct bkv_ring *ring);
 

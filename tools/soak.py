@@ -779,7 +779,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="each with a store of its own (default 2)")
     parser.add_argument("--device", action="append", help="format and use these, a process on each")
     parser.add_argument("--sector", type=int, default=4096, choices=(512, 4096), help="of the loop device")
-    parser.add_argument("--engine", default="auto", choices=("auto", "io_uring", "threads"))
+    parser.add_argument("--engine", default="auto", choices=("auto", "io_uring", "threads", "passthrough"))
     parser.add_argument("--force", action="store_true", help="format a device that holds other data")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

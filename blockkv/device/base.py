@@ -173,7 +173,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def engine_name(self) -> str:
-        """One of "io_uring", "threads", "simulated"."""
+        """One of "io_uring", "threads", "passthrough", "simulated"."""
 
     @property
     @abstractmethod

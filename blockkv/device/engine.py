@@ -4,8 +4,9 @@ What this file adds to the C core: the choice of backend and the words for it, P
 while the device may still touch their memory, callbacks on one completion thread, exceptions, and safety
 after fork.
 
-Two backends carry out the same plan. io_uring is the fast one; where the kernel refuses it (sysctl
+Three backends carry out the same plan. io_uring is the fast one; where the kernel refuses it (sysctl
 kernel.io_uring_disabled, a container's seccomp filter, a memlock limit) threads with preadv and pwritev do.
+Passthrough sends NVMe commands through io_uring, past the block layer; it is never chosen, only asked for.
 
 Not here: opening, probing and locking the device (`blockkv.device.namespace`).
 """
@@ -26,12 +27,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blockkv._native import ffi, lib
+from blockkv.device import passthrough
 from blockkv.device.base import Batch, Device, Limits, device_error
 from blockkv.errors import DeviceError, DeviceReadOnly, InvalidArgument, StoreClosed
 
 __all__ = ["NativeDevice", "checksum_variant", "leaf_checksum", "leaf_checksums"]
 
-EngineName = Literal["auto", "io_uring", "threads"]
+EngineName = Literal["auto", "io_uring", "threads", "passthrough"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,8 @@ class NativeDevice(Device):
 
     `fd` must be open with O_DIRECT, and for writing unless `limits.read_only`. `depth` is the number of
     requests kept in flight; `workers` the number of threads for checksums and copies (default: one less
-    than the CPUs, at most 4); `staging_bytes` bounds the memory through which misaligned buffers go.
+    than the CPUs, at most 4); `staging_bytes` bounds the memory through which misaligned buffers go. With
+    "passthrough" `fd` is the block device of a whole NVMe namespace, whose character device is opened here.
 
     Raises DeviceError when the engine asked for is refused, InvalidArgument for options out of range. Use
     of the object in a forked child raises StoreClosed: the ring belongs to the parent.
@@ -97,11 +100,17 @@ class NativeDevice(Device):
         self._last_token = 0
         self._completion_thread: threading.Thread | None = None
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        self._generic: passthrough.Generic | None = None
         try:
             options = _options(fd, path, limits, depth, workers, staging_bytes)
-            self._engine, self._engine_name, self._engine_reason = _open_engine(path, options, engine)
+            if engine == "passthrough":
+                self._generic = passthrough.open_generic(path, fd, limits)
+                opened = _open_passthrough(path, options, self._generic)
+            else:
+                opened = _open_engine(path, options, engine)
+            self._engine, self._engine_name, self._engine_reason = opened
         except BaseException:
-            os.close(fd)
+            self._close_descriptors()
             raise
         _open_devices.add(self)
 
@@ -245,7 +254,7 @@ class NativeDevice(Device):
             return
         # The kernel may hold on to the file for a moment (a ring is torn down later); the lock must not wait.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
-        os.close(self._fd)
+        self._close_descriptors()
         for token, batch in list(self._in_flight.items()):
             flight = batch.native
             handle = flight.claim() if isinstance(flight, _Flight) else None
@@ -257,6 +266,14 @@ class NativeDevice(Device):
     def __del__(self) -> None:
         if hasattr(self, "_engine") and not self._closed:
             self.close()
+
+    def _close_descriptors(self) -> None:
+        if self._generic is not None:
+            # What others read meanwhile through the page cache is there as it was at their first look.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(self._generic.descriptor)
+        os.close(self._fd)
 
     def _abandon(self) -> None:
         """In a forked child: let go of the descriptors, or the device would stay busy after the parent."""
@@ -363,6 +380,9 @@ def _options(
     cpus = len(os.sched_getaffinity(0))
     return {
         "fd": fd,
+        "passthrough_fd": -1,
+        "nsid": 0,
+        "memory_boundary_bytes": 0,
         "size_bytes": limits.size_bytes,
         "lba_bytes": limits.lba_bytes,
         "memory_alignment_bytes": limits.memory_alignment_bytes,
@@ -390,7 +410,7 @@ def _open_engine(path: str, options: dict[str, int], wanted: EngineName) -> tupl
     if wanted == "threads":
         return _start(path, options, lib.BKV_BACKEND_THREADS), "threads", "asked for"
     if wanted not in ("auto", "io_uring"):
-        raise InvalidArgument(f"engine is {wanted!r}; want 'auto', 'io_uring' or 'threads'")
+        raise InvalidArgument(f"engine is {wanted!r}; want 'auto', 'io_uring', 'threads' or 'passthrough'")
     try:
         engine = _start(path, options, lib.BKV_BACKEND_IO_URING)
     except DeviceError as refusal:
@@ -400,6 +420,30 @@ def _open_engine(path: str, options: dict[str, int], wanted: EngineName) -> tupl
         logger.warning("%s: %s; falling back to threads", path, reason)
         return _start(path, options, lib.BKV_BACKEND_THREADS), "threads", reason
     return engine, "io_uring", f"available on Linux {platform.release()}"
+
+
+def _open_passthrough(
+    path: str, options: dict[str, int], generic: passthrough.Generic
+) -> tuple[_Engine, str, str]:
+    commands = {
+        "passthrough_fd": generic.descriptor,
+        "nsid": generic.nsid,
+        "memory_boundary_bytes": generic.memory_boundary_bytes,
+    }
+    try:
+        engine = _start(path, options | commands, lib.BKV_BACKEND_PASSTHROUGH)
+    except DeviceError as refusal:
+        reason = _refusal(refusal)
+        if refusal.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+            reason += f": passthrough needs Linux 5.19 or later, and this is {platform.release()}"
+        elif refusal.errno == errno.EACCES:
+            reason += f": {passthrough.permission_hint(generic.path)}"
+        raise DeviceError(f"{generic.path}: {reason}; or use another engine", refusal.errno) from None
+    return (
+        engine,
+        "passthrough",
+        f"asked for; NVMe commands through {generic.path} on Linux {platform.release()}",
+    )
 
 
 def _start(path: str, options: dict[str, int], backend: int) -> _Engine:

@@ -36,7 +36,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout
-from blockkv.device import namespace
+from blockkv.device import namespace, passthrough
 from blockkv.device.base import UNIT_BYTES, Device
 from blockkv.device.engine import NativeDevice
 from blockkv.errors import (
@@ -696,7 +696,7 @@ def open_store(
     read_only: bool = False,
     evict: bool = True,
     verify: bool = True,
-    engine: Literal["auto", "io_uring", "threads"] = "auto",
+    engine: Literal["auto", "io_uring", "threads", "passthrough"] = "auto",
     depth: int = 256,
     commit_interval_ms: float | None = 10.0,
     discard: bool = False,
@@ -705,7 +705,8 @@ def open_store(
 
     `read_only`: nothing is written, not even a superblock. `evict`: make room by dropping the least recently
     used chunks when full, else raise StoreFull. `verify=False` skips the checksum on gets and is meant for
-    measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it. `depth`: requests
+    measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it; "passthrough"
+    sends NVMe commands to a whole namespace, which a path such as /dev/ng0n1 also asks for. `depth`: requests
     in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
     it to `commit`. `discard`: tell the device about freed space, after the delete is durable.
 
@@ -722,6 +723,13 @@ def open_store(
     with interrupts:
         if isinstance(path, Device):
             return _open_on(path, read_only, options, by_path=False)
+        if (block_device := passthrough.block_device_of(path)) is not None:
+            if engine not in ("auto", "passthrough"):
+                raise InvalidArgument(
+                    f"{os.fspath(path)} takes NVMe commands only, which engine {engine!r} does not send; "
+                    f"give {block_device}"
+                )
+            path, engine = block_device, "passthrough"
         descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
         device = NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth)
         try:

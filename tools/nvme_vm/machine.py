@@ -49,6 +49,10 @@ class Namespace:
     lba_bytes: int
     controller: str = "fixed"
     is_nbd: bool = False
+    metadata_bytes: int = 0
+    """Beside every LBA."""
+    protection_type: int = 0
+    """Of the information in the metadata; 0: it is nobody's."""
 
     def arguments(self) -> list[str]:
         node = f"{self.controller}-{self.nsid}"
@@ -62,7 +66,8 @@ class Namespace:
         node_options = {"node-name": node, "discard": "unmap", **storage}
         device = (
             f"nvme-ns,bus={self.controller},drive={node},nsid={self.nsid},"
-            f"logical_block_size={self.lba_bytes},physical_block_size={self.lba_bytes}"
+            f"logical_block_size={self.lba_bytes},physical_block_size={self.lba_bytes},"
+            f"ms={self.metadata_bytes},pi={self.protection_type}"
         )
         return ["-blockdev", json.dumps(node_options), "-device", device]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from guest_system import GuestSystem
@@ -23,10 +23,12 @@ GUEST_SUITE = Path(__file__).with_name("guest_suite.py")
 LBA_SIZES = (512, 4096)
 NAMESPACE_SIZES_MIB = (1, 4, 8, 16, 32, 64, 96, 2048)
 SCRATCH_MIB = 4096
+METADATA_SIZE_MIB = 32
 TIMEOUT_S = 3600.0
 
 FULL = (
     "tests/vm/guest_namespace.py",
+    "tests/vm/guest_passthrough.py",
     "tests/device/test_engine.py",
     "tests/device/test_engine_lifecycle.py",
     "tests/device/test_namespace.py",
@@ -36,6 +38,7 @@ FULL = (
 )
 QUICK = (
     "tests/vm/guest_namespace.py",
+    "tests/vm/guest_passthrough.py",
     "tests/device/test_engine.py::test_random_batches_match_a_copy_in_memory[device512-io_uring]",
     "tests/device/test_engine.py::test_random_batches_match_a_copy_in_memory[device4096-io_uring]",
     "tests/device/test_engine.py::test_neighbours_on_the_device_become_one_request",
@@ -102,16 +105,26 @@ def run_suite(system: GuestSystem, selected: Sequence[str], say: Callable[[str],
             for size_mib in NAMESPACE_SIZES_MIB:
                 namespaces.append(image_namespace(directory, len(namespaces) + 1, lba_bytes, size_mib))
         scratch = image_namespace(directory, len(namespaces) + 1, 4096, SCRATCH_MIB)
+        with_metadata = [
+            replace(
+                image_namespace(directory, nsid, 4096, METADATA_SIZE_MIB, "metadata"),
+                metadata_bytes=8,
+                protection_type=nsid - 1,
+            )
+            for nsid in (1, 2)
+        ]
         deselected = [f"--deselect={test}" for test in ELSEWHERE]
         arguments = [str(GUEST_SUITE), "--scratch", str(scratch.nsid), *selected, *deselected]
-        return run_tests(system, [*namespaces, scratch], arguments, say)
+        return run_tests(system, [*namespaces, scratch, *with_metadata], arguments, say)
 
 
-def image_namespace(directory: Path, nsid: int, lba_bytes: int, size_mib: int) -> Namespace:
-    image = directory / f"{nsid}.img"
+def image_namespace(
+    directory: Path, nsid: int, lba_bytes: int, size_mib: int, controller: str = "fixed"
+) -> Namespace:
+    image = directory / f"{controller}-{nsid}.img"
     image.touch()
     os.truncate(image, size_mib << 20)
-    return Namespace(image, nsid, lba_bytes)
+    return Namespace(image, nsid, lba_bytes, controller)
 
 
 def run_tests(
