@@ -1,11 +1,13 @@
 /* Exercises the engine without Python, for the sanitizers and valgrind: driver IMAGE SEED ROUNDS
  *
  * Several threads write and read random batches in their own part of the image and compare every byte with a copy in
- * memory; garbage is submitted; operations fail; the engine is closed with work in flight. Exits 0 when all of it held.
+ * memory; garbage is submitted; operations fail; the engine is closed with work in flight. Of the passthrough, which
+ * needs a namespace: what it would send, and what it makes of the answers. Exits 0 when all of it held.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/nvme_ioctl.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -14,8 +16,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "batch.h"
 #include "checksum.h"
 #include "engine.h"
+#include "passthrough.h"
+#include "plan.h"
 
 enum {
     UNIT = BKV_UNIT_BYTES,
@@ -385,6 +390,130 @@ static void closing_waits_for_batches(int fd, uint32_t backend)
     bkv_engine_free(engine);
 }
 
+/* Plans random batches and looks at the memory of every request. Returns how many gaps there are inside requests. */
+static uint32_t plan_requests(uint32_t boundary, uint64_t seed, int rounds)
+{
+    enum { REQUEST_BYTES = 128 << 10, SEGMENTS = 20 };
+    struct bkv_options options = {
+        .size_bytes = IMAGE_BYTES,
+        .lba_bytes = 512,
+        .memory_alignment_bytes = 4,
+        .max_segments = SEGMENTS,
+        .memory_boundary_bytes = boundary,
+    };
+    struct bkv_regions regions;
+    bkv_regions_open(&regions);
+    uint8_t *arena = map(ARENA_BYTES), *staging = map(2 * REQUEST_BYTES);
+    struct plan *plan = malloc(sizeof *plan);
+    CHECK(plan);
+    uint32_t gaps = 0;
+    for (int round = 0; round < rounds; round++) {
+        make_plan(plan, &seed, 0, arena);
+        struct bkv_request request = request_for(plan, round % 2 ? BKV_WRITE : BKV_READ, 0, BKV_LOAD);
+        struct bkv_batch *batch;
+        struct bkv_failure failure;
+        struct bkv_plan_totals totals = {0};
+        uint64_t planned = 0, described = 0;
+        CHECK(bkv_batch_open(&batch, &request, &options, &failure) == 0);
+        CHECK(bkv_plan(batch, &options, REQUEST_BYTES, &regions, &totals) == 0);
+        for (uint32_t i = 0; i < plan->extent_count; i++)
+            described += plan->extents[i].length_bytes;
+        for (uint32_t i = 0; i < batch->operation_count; i++) {
+            struct bkv_operation *operation = &batch->operations[i];
+            bkv_operation_attach_staging(operation, staging);
+            uint64_t length = 0, pages = 0, end = 0;
+            for (uint32_t j = 0; j < operation->iov_count; j++) {
+                uint64_t start = (uintptr_t)operation->iovs[j].iov_base;
+                gaps += j && (start | end) % UNIT != 0;
+                end = start + operation->iovs[j].iov_len;
+                length += operation->iovs[j].iov_len;
+                pages += (end + UNIT - 1) / UNIT - start / UNIT;
+                CHECK(start % 4 == 0 && operation->iovs[j].iov_len % 512 == 0);
+            }
+            CHECK(length == operation->length_bytes && length && length <= REQUEST_BYTES);
+            CHECK(pages <= SEGMENTS);
+            CHECK(operation->staging_bytes <= 2 * REQUEST_BYTES);
+            planned += length;
+        }
+        CHECK(planned == described);
+        bkv_batch_free(batch);
+    }
+    free(plan);
+    munmap(arena, ARENA_BYTES);
+    munmap(staging, 2 * REQUEST_BYTES);
+    bkv_regions_close(&regions);
+    return gaps;
+}
+
+static void commands_say_what_their_operation_does(void)
+{
+    struct {
+        struct io_uring_sqe sqe;
+        uint8_t wide[sizeof(struct io_uring_sqe)];
+    } entry;
+    const struct nvme_uring_cmd *command = (const struct nvme_uring_cmd *)entry.sqe.cmd;
+    struct bkv_options options = {.lba_bytes = 4096, .nsid = 7};
+    struct bkv_batch batch = {.direction = BKV_WRITE};
+    struct bkv_operation operation = {
+        .batch = &batch, .offset_bytes = (5ull << 44) + 3 * 4096, .length_bytes = 128 << 10, .fixed_index = 9};
+    struct iovec memory[2] = {{(void *)(uintptr_t)0x10000, 64 << 10}, {(void *)(uintptr_t)0x90000, 64 << 10}};
+
+    memset(&entry, 0, sizeof entry);
+    bkv_passthrough_prepare(&entry.sqe, &options, &operation, memory, 2, false);
+    CHECK(entry.sqe.opcode == IORING_OP_URING_CMD && entry.sqe.cmd_op == NVME_URING_CMD_IO_VEC);
+    CHECK(command->opcode == 1 && command->nsid == 7);
+    CHECK(command->cdw10 == 3 && command->cdw11 == 5 && command->cdw12 == 31);
+    CHECK(command->addr == (uintptr_t)memory && command->data_len == 2);
+    CHECK(entry.sqe.uring_cmd_flags == 0);
+
+    batch.direction = BKV_READ;
+    memory[0].iov_len = operation.length_bytes;
+    options.lba_bytes = 512;
+    for (int fixed = 0; fixed < 2; fixed++) {
+        memset(&entry, 0, sizeof entry);
+        bkv_passthrough_prepare(&entry.sqe, &options, &operation, memory, 1, fixed);
+        CHECK(entry.sqe.cmd_op == NVME_URING_CMD_IO && command->opcode == 2);
+        CHECK(command->cdw10 == 24 && command->cdw11 == 40 && command->cdw12 == 255);
+        CHECK(command->addr == 0x10000 && command->data_len == 128 << 10);
+        CHECK(entry.sqe.uring_cmd_flags == (fixed ? IORING_URING_CMD_FIXED : 0u));
+        CHECK(entry.sqe.buf_index == (fixed ? 9 : 0));
+    }
+}
+
+static void answers_are_those_of_the_driver(int fd)
+{
+    static const struct {
+        uint32_t status;
+        int code;
+    } known[] = {
+        {0x000, 0},       {0x001, EOPNOTSUPP}, {0x002, EOPNOTSUPP}, {0x004, EIO},     {0x00b, ENODEV},
+        {0x080, EREMOTEIO}, {0x081, ENOSPC},   {0x082, EREMOTEIO},  {0x083, EBADE},   {0x182, ENODATA},
+        {0x280, ENODATA}, {0x281, ENODATA},    {0x282, EILSEQ},     {0x284, EILSEQ},  {0x287, ENODATA},
+        {0x370, ENOLINK}, {0x371, EIO},        {0x7c0, EIO},
+    };
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        CHECK(bkv_nvme_errno(known[i].status) == -known[i].code);
+        CHECK(bkv_nvme_errno(known[i].status | 0x7800) == -known[i].code); /* more, retry delay, do not retry */
+    }
+    struct bkv_options options = {.fd = fd};
+    struct bkv_operation operation = {.length_bytes = 8192, .fixed_index = -1};
+    bool fixed_refused = false;
+    CHECK(bkv_passthrough_answer(&options, &operation, 0, &fixed_refused) == 8192);
+    CHECK(bkv_passthrough_answer(&options, &operation, 0x4281, &fixed_refused) == -ENODATA);
+    CHECK(bkv_passthrough_answer(&options, &operation, -ENODEV, &fixed_refused) == -ENODEV);
+    for (; operation.attempts < 5; operation.attempts++)
+        CHECK(bkv_passthrough_answer(&options, &operation, 0x281, &fixed_refused) == -EAGAIN);
+    CHECK(bkv_passthrough_answer(&options, &operation, 0x281, &fixed_refused) == -ENODATA);
+    CHECK(!fixed_refused);
+    operation.fixed_index = 3;
+    CHECK(bkv_passthrough_answer(&options, &operation, -EINVAL, &fixed_refused) == -EAGAIN);
+    CHECK(fixed_refused && operation.fixed_index == -1);
+    CHECK(ftruncate(fd, UNIT) == 0);
+    CHECK(bkv_passthrough_answer(&options, &operation, -EINVAL, &fixed_refused) == -EINVAL);
+    CHECK(ftruncate(fd, 0) == 0);
+    CHECK(bkv_passthrough_answer(&options, &operation, -EINVAL, &fixed_refused) == -ENODEV);
+}
+
 int main(int argc, char **argv)
 {
     CHECK(argc == 4);
@@ -400,6 +529,10 @@ int main(int argc, char **argv)
         errors_stay_with_their_transfer(fd, backend, true);
         closing_waits_for_batches(fd, backend);
     }
+    CHECK(plan_requests(0, seed, rounds) > 0);
+    CHECK(plan_requests(UNIT, seed, rounds) == 0);
+    commands_say_what_their_operation_does();
+    answers_are_those_of_the_driver(fd);
     close(fd);
     return 0;
 }

@@ -1,7 +1,7 @@
 """Faults of an NVMe drive; `tools/nvme_vm/nvme_vm.py faults` runs this in the guest.
 
 What the driver makes of them: a media error is ENODATA, on reads and on writes. A namespace that went away
-reads as nothing and has no space.
+reads as nothing and has no space. Under passthrough the engine makes the same of the drive's own answers.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def drive(control: Control) -> Iterator[Path]:
     control.say("heal data")
 
 
+@pytest.fixture(params=["io_uring", "passthrough"])
+def engine(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 def payload(number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randint(0, 256, (CHUNK_BYTES,), dtype=torch.uint8, generator=generator)
@@ -74,8 +79,8 @@ def place_of(store: blockkv.Store, key: str) -> int:
     return int(store.info()["data_offset_bytes"]) + info.extents[0][0] * 4096
 
 
-def test_a_media_error_on_read_is_a_miss(drive: Path, control: Control) -> None:
-    with blockkv.open(drive) as store:
+def test_a_media_error_on_read_is_a_miss(drive: Path, control: Control, engine: Any) -> None:
+    with blockkv.open(drive, engine=engine) as store:
         fill(store, 8)
         place = place_of(store, "k3") + 2 * 4096
         control.say(f"fail data read {place} 512")
@@ -100,8 +105,8 @@ def test_a_media_error_on_read_is_a_miss(drive: Path, control: Control) -> None:
         assert int(control.ask("touched data")) > 0
 
 
-def test_a_media_error_on_a_data_write_fails_that_put(drive: Path, control: Control) -> None:
-    with blockkv.open(drive) as store:
+def test_a_media_error_on_a_data_write_fails_that_put(drive: Path, control: Control, engine: Any) -> None:
+    with blockkv.open(drive, engine=engine) as store:
         fill(store, 4)
         control.say(f"fail data write {store.info()['data_offset_bytes']} {64 * MIB}")
         for durable in (False, True):
@@ -118,8 +123,10 @@ def test_a_media_error_on_a_data_write_fails_that_put(drive: Path, control: Cont
 
 
 @pytest.mark.parametrize("fault", ["write 0", "flush 0"])
-def test_a_metadata_write_or_flush_that_fails_ends_writing(drive: Path, control: Control, fault: str) -> None:
-    store = blockkv.open(drive, commit_interval_ms=None)
+def test_a_metadata_write_or_flush_that_fails_ends_writing(
+    drive: Path, control: Control, fault: str, engine: Any
+) -> None:
+    store = blockkv.open(drive, engine=engine, commit_interval_ms=None)
     fill(store, 4)
     control.say(f"fail data {fault} {store.info()['data_offset_bytes']}")
     with pytest.raises(blockkv.StoreReadOnly):
@@ -196,9 +203,9 @@ class Users:
             self.under_way.release()
 
 
-def test_a_drive_that_hangs_and_comes_back(drive: Path, control: Control) -> None:
+def test_a_drive_that_hangs_and_comes_back(drive: Path, control: Control, engine: Any) -> None:
     """The driver aborts, resets the controller and sends the requests again; the store only waits."""
-    with blockkv.open(drive) as store:
+    with blockkv.open(drive, engine=engine) as store:
         fill(store, 4)
         users = Users(store, 10_000)
         began = time.monotonic()
@@ -218,10 +225,10 @@ def test_a_drive_that_hangs_and_comes_back(drive: Path, control: Control) -> Non
         assert exact(store, [0, 1, 2, 3, 4, *users.acknowledged])
 
 
-def use_until_gone(device: Path, take_away: Callable[[], None]) -> list[int]:
+def use_until_gone(device: Path, engine: Any, take_away: Callable[[], None]) -> list[int]:
     """Take the namespace away under load; everything ends, in the right way. Returns the acknowledged."""
     blockkv.format(device, force=True)
-    store = blockkv.open(device)
+    store = blockkv.open(device, engine=engine)
     fill(store, 4)
     users = Users(store, 10_000)
     gets = [store.submit_get("k2") for _ in range(20)]
@@ -260,7 +267,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_detached_namespace_is_lost_and_whole_when_it_returns() -> None:
+def test_a_detached_namespace_is_lost_and_whole_when_it_returns(engine: Any) -> None:
     device = namespaces("detachable")[1]
     controller = Path("/dev") / Path("/sys/block", device.name, "device").resolve().name
 
@@ -282,7 +289,7 @@ def test_a_detached_namespace_is_lost_and_whole_when_it_returns() -> None:
         os.close(descriptor)
         Path("/sys/class/nvme", controller.name, "rescan_controller").write_text("1")
 
-    numbers = use_until_gone(device, lambda: attach(1))
+    numbers = use_until_gone(device, engine, lambda: attach(1))
     attach(0)
     wait_for(lambda: bool(namespaces("detachable")), "the namespace did not come back")
     with blockkv.open(namespaces("detachable")[1]) as store:
@@ -292,5 +299,5 @@ def test_a_detached_namespace_is_lost_and_whole_when_it_returns() -> None:
 
 def test_a_removed_controller_takes_its_namespaces_along(control: Control) -> None:
     device = namespaces("removable")[1]
-    use_until_gone(device, lambda: control.say("remove"))
+    use_until_gone(device, "io_uring", lambda: control.say("remove"))
     wait_for(lambda: not namespaces("removable"), "the controller is still there")
