@@ -180,6 +180,7 @@ int bkv_batch_open(struct bkv_batch **opened, const struct bkv_request *request,
     batch->direction = (enum bkv_direction)request->direction;
     batch->priority = (enum bkv_priority)request->priority;
     batch->token = request->token;
+    batch->deadline_ns = request->deadline_ns;
     batch->caller_transfers = request->transfers;
     batch->caller_leaves = request->leaf_values;
     batch->transfer_count = (uint32_t)request->transfer_count;

@@ -22,6 +22,7 @@ struct bkv_batch {
     enum bkv_direction direction;
     enum bkv_priority priority;
     uint64_t token;
+    uint64_t deadline_ns; /* 0: none */
 
     uint32_t transfer_count;
     struct bkv_transfer *transfers; /* private copies */

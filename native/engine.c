@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "internal.h"
@@ -37,6 +38,13 @@ struct bkv_batch *bkv_batch_list_pop(struct bkv_batch_list *list)
             list->last = NULL;
     }
     return batch;
+}
+
+uint64_t bkv_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
 int bkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *argument)
@@ -406,6 +414,7 @@ void bkv_engine_counters(const struct bkv_engine *engine, struct bkv_counters *c
     READ(flushes);
     READ(discards);
     READ(hashed_bytes);
+    READ(expired_requests);
 #undef READ
 }
 

@@ -82,7 +82,8 @@ struct bkv_request {
     const struct bkv_segment *segments;
     uint64_t *leaf_values;
     uint64_t transfer_count, extent_count, segment_count, leaf_count;
-    uint64_t token;    /* non-zero: bkv_engine_next returns it at completion; zero: somebody calls wait */
+    uint64_t token;       /* non-zero: bkv_engine_next returns it at completion; zero: somebody calls wait */
+    uint64_t deadline_ns; /* CLOCK_MONOTONIC: what the device has not got by then fails with ETIME; 0: none */
     uint32_t direction, priority;
 };
 
@@ -90,7 +91,7 @@ struct bkv_counters {
     uint64_t device_read_bytes, device_write_bytes, device_requests, ring_enters;
     uint64_t bounced_bytes, bounced_transfers, direct_bytes;
     uint64_t fixed_requests, coalesced_requests, short_transfers, resubmitted, isolated_requests;
-    uint64_t flushes, discards, hashed_bytes;
+    uint64_t flushes, discards, hashed_bytes, expired_requests;
 };
 
 struct bkv_engine;

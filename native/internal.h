@@ -21,7 +21,7 @@ struct bkv_counts {
     _Atomic uint64_t device_read_bytes, device_write_bytes, device_requests, ring_enters;
     _Atomic uint64_t bounced_bytes, bounced_transfers, direct_bytes;
     _Atomic uint64_t fixed_requests, coalesced_requests, short_transfers, resubmitted, isolated_requests;
-    _Atomic uint64_t flushes, discards, hashed_bytes;
+    _Atomic uint64_t flushes, discards, hashed_bytes, expired_requests;
 };
 
 struct bkv_batch_list {
@@ -91,6 +91,9 @@ static inline void bkv_count(_Atomic uint64_t *counter, uint64_t amount)
 {
     atomic_fetch_add_explicit(counter, amount, memory_order_relaxed);
 }
+
+/* CLOCK_MONOTONIC. */
+uint64_t bkv_now_ns(void);
 
 void bkv_batch_list_push(struct bkv_batch_list *list, struct bkv_batch *batch);
 struct bkv_batch *bkv_batch_list_pop(struct bkv_batch_list *list);

@@ -103,7 +103,7 @@ void bkv_operation_copy_out(struct bkv_operation *operation)
     }
 }
 
-static void set_results(struct bkv_operation *operation, int32_t result)
+void bkv_operation_refuse(struct bkv_operation *operation, int32_t result)
 {
     for (uint32_t i = 0; i < operation->part_count; i++)
         operation->parts[i].result = result;
@@ -196,6 +196,6 @@ finish:
         free(operation);
         return --parent->children ? NULL : parent;
     }
-    set_results(operation, answer);
+    bkv_operation_refuse(operation, answer);
     return operation;
 }

@@ -82,6 +82,9 @@ void bkv_operation_copy_out(struct bkv_operation *operation);
 /* Whether the block device has no size any more: its namespace went away. */
 bool bkv_device_is_gone(int fd);
 
+/* Ends an operation that the device never got: its parts hold `result`. */
+void bkv_operation_refuse(struct bkv_operation *operation, int32_t result);
+
 /* Judges what the device answered (bytes moved, or a negative errno). Returns the operation to finish, whose parts
  * then hold their results, or NULL with what to issue next appended to `again`. */
 struct bkv_operation *bkv_operation_settle(struct bkv_engine *engine, struct bkv_operation *operation,

@@ -25,6 +25,12 @@ static int32_t transfer(struct bkv_engine *engine, const struct bkv_operation *o
 
 static void carry_out(struct bkv_engine *engine, struct bkv_operation *operation)
 {
+    if (operation->batch->deadline_ns && bkv_now_ns() >= operation->batch->deadline_ns) {
+        bkv_count(&engine->counts.expired_requests, 1);
+        bkv_operation_refuse(operation, -ETIME);
+        bkv_engine_finish(engine, operation);
+        return;
+    }
     if (operation->staging_bytes) {
         bkv_operation_attach_staging(operation, bkv_staging_take_wait(&engine->staging, operation->staging_bytes));
         if (operation->batch->direction == BKV_WRITE)

@@ -19,7 +19,14 @@ enum {
     ALARM_TAG = 2,
 };
 
-enum { WAKE_BYTES = 1 << 20 };
+enum {
+    WAKE_BYTES = 1 << 20,
+    /* What stores, and preloads, may have on the device at a time: enough for any drive, and the next load waits for
+     * no more of it; and while loads come and go, just enough to keep it busy. */
+    WINDOW_BYTES = 32 << 20,
+    SHARED_WINDOW_BYTES = 4 << 20,
+    LOADS_LINGER_NS = 50000000,
+};
 
 struct bkv_reactor {
     struct bkv_engine *engine;
@@ -35,6 +42,9 @@ struct bkv_reactor {
     bool staging_tried, staging_registered;
 
     struct bkv_batch_list queue[BKV_PRIORITY_COUNT];
+    uint32_t deadline_count;                     /* batches in the queues that have one */
+    uint64_t class_bytes[BKV_PRIORITY_COUNT];    /* taken from the queues and not over */
+    uint64_t load_seen_ns;                       /* when there was last a load; 0: long ago */
     struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
     struct bkv_batch *active; /* batches with operations in the ring */
     uint32_t in_flight;
@@ -143,26 +153,86 @@ static bool stage(struct bkv_reactor *reactor, struct bkv_operation *operation)
     return true;
 }
 
-/* Issues what the depth allows. Operations that hold staging come before those that want some, in every class:
+/* Whether the device may get more of a class. It serves what it has got in an order of its own, so a load waits for
+ * whatever was handed over before it: while there are loads, the others get just enough to keep it busy. */
+static bool has_room(const struct bkv_reactor *reactor, int class, bool loads_about)
+{
+    if (reactor->in_flight >= reactor->engine->options.depth)
+        return false;
+    return class == BKV_LOAD || reactor->class_bytes[class] < (loads_about ? SHARED_WINDOW_BYTES : WINDOW_BYTES);
+}
+
+/* Whether loads are in the ring or about to be, or were a moment ago. */
+static bool loads_are_about(struct bkv_reactor *reactor)
+{
+    if (reactor->class_bytes[BKV_LOAD] || reactor->queue[BKV_LOAD].first)
+        reactor->load_seen_ns = bkv_now_ns();
+    else if (!reactor->load_seen_ns)
+        return false;
+    else if (bkv_now_ns() - reactor->load_seen_ns > LOADS_LINGER_NS)
+        reactor->load_seen_ns = 0;
+    return reactor->load_seen_ns != 0;
+}
+
+/* Fails what is left of a batch that is in no queue any more. */
+static void expire(struct bkv_reactor *reactor, struct bkv_batch *batch)
+{
+    struct bkv_operation *operations = batch->operations;
+    uint32_t from = batch->next_operation, to = batch->operation_count;
+    bkv_count(&reactor->engine->counts.expired_requests, to - from);
+    for (uint32_t i = from; i < to; i++) {
+        bkv_operation_refuse(&operations[i], -ETIME);
+        bkv_engine_finish(reactor->engine, &operations[i]); /* the last one may free the batch */
+    }
+}
+
+/* Takes the batches whose deadline has passed out of the queues. */
+static void expire_all(struct bkv_reactor *reactor)
+{
+    if (!reactor->deadline_count)
+        return;
+    uint64_t now_ns = bkv_now_ns();
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
+        struct bkv_batch_list kept = {0};
+        struct bkv_batch *batch;
+        while ((batch = bkv_batch_list_pop(&reactor->queue[class]))) {
+            if (batch->deadline_ns && now_ns >= batch->deadline_ns) {
+                reactor->deadline_count--;
+                expire(reactor, batch);
+            } else {
+                bkv_batch_list_push(&kept, batch);
+            }
+        }
+        reactor->queue[class] = kept;
+    }
+}
+
+/* Issues what depth and windows allow. Operations that hold staging come before those that want some, in every class:
  * otherwise a load could wait for staging held by a store that waits for the load. */
 static void issue_all(struct bkv_reactor *reactor)
 {
     struct bkv_operation_list fill[BKV_PRIORITY_COUNT] = {0};
     uint32_t depth = reactor->engine->options.depth;
+    expire_all(reactor);
+    bool loads_about = loads_are_about(reactor);
     reactor->staging_exhausted = false;
     for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
         struct bkv_operation *operation;
         while (reactor->in_flight < depth && (operation = bkv_list_pop(&reactor->ready[class])))
             issue(reactor, operation);
         struct bkv_batch *batch;
-        while (reactor->in_flight < depth && !reactor->staging_exhausted && (batch = reactor->queue[class].first)) {
+        while (has_room(reactor, class, loads_about) && !reactor->staging_exhausted
+               && (batch = reactor->queue[class].first)) {
             operation = &batch->operations[batch->next_operation];
             if (operation->staging_bytes && !stage(reactor, operation)) {
                 reactor->staging_exhausted = true;
                 break;
             }
-            if (++batch->next_operation == batch->operation_count)
+            reactor->class_bytes[class] += operation->length_bytes;
+            if (++batch->next_operation == batch->operation_count) {
                 bkv_batch_list_pop(&reactor->queue[class]);
+                reactor->deadline_count -= batch->deadline_ns != 0;
+            }
             if (batch->direction == BKV_WRITE && operation->staging_bytes > BKV_INLINE_BYTES) {
                 bkv_list_push(&fill[class], operation);
             } else {
@@ -188,6 +258,7 @@ static void complete(struct bkv_reactor *reactor, struct bkv_operation *operatio
     bkv_list_append(&reactor->ready[batch->priority], &again);
     if (!finished)
         return;
+    reactor->class_bytes[batch->priority] -= finished->length_bytes;
     if (bkv_engine_finish_is_heavy(finished))
         bkv_list_push(&heavy[batch->priority], finished);
     else
@@ -249,6 +320,8 @@ static void take_inbox(struct bkv_reactor *reactor)
     struct bkv_inbox *inbox = &reactor->engine->inbox;
     for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
         struct bkv_batch_list *from = &inbox->batches[class], *to = &reactor->queue[class];
+        for (const struct bkv_batch *batch = from->first; batch; batch = batch->next)
+            reactor->deadline_count += batch->deadline_ns != 0;
         if (from->first) {
             if (to->last)
                 to->last->next = from->first;
@@ -313,7 +386,11 @@ static uint32_t wait_count(const struct bkv_reactor *reactor)
     uint64_t enough = nearest->direction == BKV_WRITE || !nearest->transfers->leaf_bytes
                           ? reactor->engine->options.depth / 4
                           : WAKE_BYTES * (uint64_t)nearest->operation_count / nearest->operations_bytes;
-    return count < enough ? count : enough ? (uint32_t)enough : 1;
+    if (count > enough)
+        count = enough ? (uint32_t)enough : 1;
+    /* More waits for room: come back while the device still has most of what it was given. */
+    uint32_t most = queues_are_empty(reactor) ? count : reactor->in_flight / 4;
+    return count < most ? count : most ? most : 1;
 }
 
 /* Arms the wake-up: a read of the eventfd, and linked to it a timeout of no duration. The read alone would count

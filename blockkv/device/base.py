@@ -80,6 +80,7 @@ class Batch:
     """
 
     __slots__ = (
+        "deadline_ns",
         "direction",
         "extents",
         "keepalive",
@@ -101,6 +102,9 @@ class Batch:
         self.keepalive: list[object] = []
         self.on_done: Callable[[Batch], None] | None = None
         """Called once, on the device's completion thread, after the batch is done. Must not block."""
+        self.deadline_ns = 0
+        """`time.monotonic_ns` after which nothing more of it is handed to the device: what was not ends with
+        ETIME. 0 for never."""
         self.native: object = None
         """The device's own state for this batch while it is in flight."""
 

@@ -151,6 +151,7 @@ class NativeDevice(Device):
                 "segment_count": len(batch.segments) // 2,
                 "leaf_count": len(batch.leaf_values),
                 "token": flight.token if announced else 0,
+                "deadline_ns": batch.deadline_ns,
                 "direction": batch.direction,
                 "priority": batch.priority,
             },

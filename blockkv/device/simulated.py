@@ -789,7 +789,9 @@ class SimulatedDevice(Device):
             self._rng.shuffle(waiting)
         results = [0] * len(batch)
         for request in waiting:
-            if reading:
+            if batch.deadline_ns and time.monotonic_ns() >= batch.deadline_ns:
+                code = -errnos.ETIME
+            elif reading:
                 code, data = self._read_request(request)
                 received.setdefault(request.position, []).append((request.payload_offset_bytes, data))
             else:

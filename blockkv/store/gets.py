@@ -10,6 +10,7 @@ asked for and at the tensors it goes into.
 from __future__ import annotations
 
 import ctypes
+import errno
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,16 +44,19 @@ class GetRun(WaveRun[_Get]):
     """
 
     direction = Direction.READ
-    priority = Priority.LOAD
 
     def __init__(
         self,
         state: State,
         count: int,
         into_outputs: bool,
+        *,
+        preload: bool = False,
+        deadline_ns: int = 0,
         then: Callable[[BaseException | None], None] | None = None,
     ) -> None:
-        super().__init__(state, then)
+        self.priority = Priority.PRELOAD if preload else Priority.LOAD
+        super().__init__(state, deadline_ns, then)
         self.results: list[Any] = [False if into_outputs else None] * count
         self.errors: dict[int, BlockKVError] = {}
         self._into_outputs = into_outputs
@@ -199,4 +203,6 @@ class GetRun(WaveRun[_Get]):
         if isinstance(error, DeviceLost):
             self.errors[get.position] = error
             return "get_device_lost"
+        if code == -errno.ETIME:
+            return "get_deadline"
         return "get_device_error" if is_damage(code) else "get_transient_error"

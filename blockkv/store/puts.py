@@ -6,6 +6,7 @@ behind the other, so that they are written together.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -53,8 +54,9 @@ class PutRun(WaveRun[_Put]):
     direction = Direction.WRITE
     priority = Priority.STORE
 
-    def __init__(self, state: State, count: int) -> None:
-        super().__init__(state)
+    def __init__(self, state: State, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
+        super().__init__(state, deadline_ns)
+        self._droppable = droppable
         self.results = [False] * count
         self.errors: dict[int, BlockKVError] = {}
         self.last_sequence = 0
@@ -184,6 +186,29 @@ class PutRun(WaveRun[_Put]):
                     self._state.allocator.release(put.extents)
                     self._state.reserved_record_bytes -= put.record_bytes
 
+    def _admit(self, payload_bytes: int) -> bool:
+        """Wait until the puts under way leave room for so many bytes more, or say that it takes too long."""
+        state = self._state
+        while True:
+            with state.lock:
+                if (
+                    not state.store_bytes
+                    or state.store_bytes + payload_bytes <= state.options.max_store_bytes
+                ):
+                    state.store_bytes += payload_bytes
+                    return True
+                if self._droppable:
+                    return False
+                if len(self._in_flight) == 1:  # the wave in question: none of our own to wait for
+                    patience_s = None
+                    if self._deadline_ns:
+                        patience_s = (self._deadline_ns - time.monotonic_ns()) / 1e9
+                        if patience_s <= 0:
+                            return False
+                    state.changed.wait(patience_s)
+                    continue
+            self._finish()
+
     def _fill(self, batch: Batch, items: list[_Put]) -> None:
         geometry = self._state.geometry
         for put in items:
@@ -249,25 +274,35 @@ class PutRun(WaveRun[_Put]):
 
     def _complete(self, wave: Wave[_Put]) -> None:
         state, batch = self._state, wave.batch
-        failed = dict(batch.failed()) if wave.refusal is None else {}
+        started = wave.refusal is None and not wave.dropped
+        failed = dict(batch.failed()) if started else {}
         with state.changing:
             state.reserved_record_bytes -= sum(put.record_bytes for put in wave.items)
-            if wave.refusal is not None:
+            if not wave.dropped:
+                state.store_bytes -= wave.payload_bytes
+            if started:
+                for number, code in failed.items():
+                    self._fail(wave.items[number], code)
+                self._publish(batch, [n for n in range(len(wave.items)) if n not in failed], wave)
+            else:
                 for put in wave.items:
                     state.allocator.release(put.extents)
-                    self.errors[put.position] = wave.refusal
-            else:
-                for number, code in failed.items():
-                    put = wave.items[number]
-                    state.allocator.quarantine(put.extents)
-                    state.counters["put_device_error"] += 1
-                    self.errors[put.position] = device_error(
-                        state.device.path, f"writing a chunk of {put.described.payload_bytes} bytes", code
-                    )
-                self._publish(
-                    batch, [number for number in range(len(wave.items)) if number not in failed], wave
-                )
+                    if wave.refusal is not None:
+                        self.errors[put.position] = wave.refusal
+                state.counters["put_dropped"] += len(wave.items) if wave.dropped else 0
             self._give_up([put.digest for put in wave.items])
+
+    def _fail(self, put: _Put, code: int) -> None:
+        state = self._state
+        if code == -errno.ETIME:
+            state.allocator.release(put.extents)
+            state.counters["put_dropped"] += 1
+            return
+        state.allocator.quarantine(put.extents)
+        state.counters["put_device_error"] += 1
+        self.errors[put.position] = device_error(
+            state.device.path, f"writing a chunk of {put.described.payload_bytes} bytes", code
+        )
 
     def _publish(self, batch: Batch, numbers: list[int], wave: Wave[_Put]) -> None:
         """Make the chunks of these transfers visible. The caller holds the lock."""

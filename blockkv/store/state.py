@@ -42,6 +42,7 @@ class Options:
     verify: bool = True
     discard: bool = False
     commit_interval_ms: float | None = 10.0
+    max_store_bytes: int = 256 << 20
 
 
 SNAPSHOT_PAGES = 64
@@ -89,6 +90,8 @@ class State:
         """When the last pass of a scrub ended (`time.time`); 0 when none has since open."""
         self.claims: set[bytes] = set()
         """Digests of keys being written."""
+        self.store_bytes = 0
+        """Payload of puts that the device has got and not finished."""
         self.reserved_record_bytes = 0
         """Record bytes of chunks being written: they will need room in the next checkpoint too."""
         self._deleted: dict[int, int] = {}

@@ -27,6 +27,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,6 +75,7 @@ STORE_THREADS = 8
 """Puts that the futures keep going at once. A put may have to wait for space or for a flush."""
 
 LONGEST_INTERVAL_MS = 3_600_000
+LONGEST_DEADLINE_S = 3600
 
 KEYS_AT_A_TIME = 1024
 """How many keys a listing reads while it holds the lock."""
@@ -132,7 +134,15 @@ class Store:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def put(self, key: Key, tensors: Tensors, durable: bool = False) -> bool:
+    def put(
+        self,
+        key: Key,
+        tensors: Tensors,
+        durable: bool = False,
+        *,
+        droppable: bool = False,
+        deadline_s: float | None = None,
+    ) -> bool:
         """Store `tensors` under `key`.
 
         `tensors` is a CPU torch tensor of any dtype and stride, a sequence or a name -> tensor mapping of
@@ -142,15 +152,24 @@ class Store:
         Returns when the data writes completed: the chunk is readable now and durable within the commit
         interval. With `durable` returns when it is on media, also when it was there already.
 
+        Where puts arrive faster than the device takes them they wait. One that is `droppable` is dropped
+        instead, and so is, with `deadline_s`, what the device has not got so many seconds from now: False,
+        and the counter `put_dropped`. Waiting for space or for durability has no deadline.
+
         Raises InvalidArgument (key, tensor), StoreFull, StoreReadOnly, StoreClosed, DeviceError.
         """
-        results, errors = self._put([(key, tensors)], durable)
+        results, errors = self._put([(key, tensors)], durable, droppable, _deadline_ns(deadline_s))
         if errors:
             raise errors[0]
         return results[0]
 
     def put_many(
-        self, items: Mapping[Any, Tensors] | Iterable[tuple[Key, Tensors]], durable: bool = False
+        self,
+        items: Mapping[Any, Tensors] | Iterable[tuple[Key, Tensors]],
+        durable: bool = False,
+        *,
+        droppable: bool = False,
+        deadline_s: float | None = None,
     ) -> list[bool]:
         """`put` for many chunks in one submission and, with `durable`, one flush for all.
 
@@ -160,13 +179,22 @@ class Store:
         pairs = list(items.items() if isinstance(items, Mapping) else items)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
-        results, errors = self._put(pairs, durable)
+        results, errors = self._put(pairs, durable, droppable, _deadline_ns(deadline_s))
         if errors:
             raise BatchError(results, errors)
         return results
 
-    def submit_put(self, key: Key, tensors: Tensors, durable: bool = False) -> StoreFuture[bool]:
+    def submit_put(
+        self,
+        key: Key,
+        tensors: Tensors,
+        durable: bool = False,
+        *,
+        droppable: bool = False,
+        deadline_s: float | None = None,
+    ) -> StoreFuture[bool]:
         """`put` in the background, on one of a few threads. The future can be waited for or awaited."""
+        deadline_ns = _deadline_ns(deadline_s)
         with self._state.lock:
             self._check_open()
             if self._executor is None:
@@ -177,7 +205,10 @@ class Store:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(self.put(key, tensors, durable))
+                results, errors = self._put([(key, tensors)], durable, droppable, deadline_ns)
+                if errors:
+                    raise errors[0]
+                future.set_result(results[0])
             except BaseException as error:
                 future.set_exception(error)
 
@@ -214,7 +245,9 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def get(self, key: Key, out: Any = None) -> Any:
+    def get(
+        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
+    ) -> Any:
         """Read a chunk, verified against its checksum.
 
         Without `out`: new tensors in the form they were put (a tensor, a list, a dict), or None for a miss.
@@ -222,15 +255,25 @@ class Store:
         of the payload's size: True when it was filled, False for a miss, after which its content is
         unspecified but never another chunk's. Bytes that do not verify are a miss.
 
+        With `preload` it is served after the gets without, and before puts. With `deadline_s` requests that
+        the device has not got so many seconds from now are given up: a miss, and the counter `get_deadline`.
+
         Raises LayoutMismatch (nothing was written to `out`), InvalidArgument, DeviceLost, StoreClosed.
         """
         outputs = None if out is None else [out]
-        results, errors = self._get([key], outputs)
+        results, errors = self._get([key], outputs, preload, _deadline_ns(deadline_s))
         if errors:
             raise errors[0]
         return results[0]
 
-    def get_many(self, keys: Iterable[Key], outs: Iterable[Any] | None = None) -> list[Any]:
+    def get_many(
+        self,
+        keys: Iterable[Key],
+        outs: Iterable[Any] | None = None,
+        *,
+        preload: bool = False,
+        deadline_s: float | None = None,
+    ) -> list[Any]:
         """`get` for many chunks in one submission; one result per key, in order.
 
         Raises BatchError, after its neighbours were read, when some failed; a miss is not a failure.
@@ -239,16 +282,19 @@ class Store:
         outputs = None if outs is None else list(outs)
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
-        results, errors = self._get(wanted, outputs)
+        results, errors = self._get(wanted, outputs, preload, _deadline_ns(deadline_s))
         if errors:
             raise BatchError(results, errors)
         return results
 
-    def submit_get(self, key: Key, out: Any = None) -> StoreFuture[Any]:
+    def submit_get(
+        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
+    ) -> StoreFuture[Any]:
         """`get` in the background: no thread waits for it. The future can be waited for or awaited.
 
         Its callbacks run on the device's completion thread and must not block.
         """
+        deadline_ns = _deadline_ns(deadline_s)
         future: StoreFuture[Any] = StoreFuture()
         future.set_running_or_notify_cancel()
 
@@ -263,7 +309,9 @@ class Store:
 
         with interrupts:
             self._enter()
-            run = GetRun(self._state, 1, out is not None, finish)
+            run = GetRun(
+                self._state, 1, out is not None, preload=preload, deadline_ns=deadline_ns, then=finish
+            )
             try:
                 run.submit(key, out)
             except BaseException:
@@ -587,20 +635,22 @@ class Store:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _put(
-        self, items: list[tuple[Key, Tensors]], durable: bool
+        self, items: list[tuple[Key, Tensors]], durable: bool, droppable: bool, deadline_ns: int
     ) -> tuple[list[bool], dict[int, BlockKVError]]:
         with self._operation(writing=True):
-            run = PutRun(self._state, len(items))
+            run = PutRun(self._state, len(items), deadline_ns, droppable)
             run.run(items)
             if durable:
                 self._state.log.commit(run.last_sequence)
         return run.results, run.errors
 
     def _get(
-        self, keys: Sequence[Key], outputs: Sequence[Any] | None
+        self, keys: Sequence[Key], outputs: Sequence[Any] | None, preload: bool, deadline_ns: int
     ) -> tuple[list[Any], dict[int, BlockKVError]]:
         with self._operation():
-            run = GetRun(self._state, len(keys), outputs is not None)
+            run = GetRun(
+                self._state, len(keys), outputs is not None, preload=preload, deadline_ns=deadline_ns
+            )
             run.run(keys, outputs)
         return run.results, run.errors
 
@@ -661,6 +711,7 @@ COUNTERS = (
     "put_existing",
     "put_copied_bytes",
     "put_device_error",
+    "put_dropped",
     "get_chunks",
     "get_bytes",
     "get_misses",
@@ -669,6 +720,7 @@ COUNTERS = (
     "get_device_error",
     "get_device_lost",
     "get_transient_error",
+    "get_deadline",
     "get_refused",
     "check_damaged",
     "chunks_deleted",
@@ -682,6 +734,15 @@ COUNTERS = (
     "scrub_passes",
 )
 """Counters of `Store.stats`, named after the place where something was found."""
+
+
+def _deadline_ns(deadline_s: float | None) -> int:
+    """The moment so many seconds from now, in `time.monotonic_ns`; 0 for None."""
+    if deadline_s is None:
+        return 0
+    if not 0 <= deadline_s <= LONGEST_DEADLINE_S:
+        raise InvalidArgument(f"deadline_s is {deadline_s}; use None, or 0 to {LONGEST_DEADLINE_S} seconds")
+    return time.monotonic_ns() + int(deadline_s * 1e9) + 1
 
 
 def _several(keys: Iterable[Key]) -> list[Key]:
@@ -700,6 +761,7 @@ def open_store(
     depth: int = 256,
     commit_interval_ms: float | None = 10.0,
     discard: bool = False,
+    max_store_bytes: int = 256 << 20,
 ) -> Store:
     """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
 
@@ -709,6 +771,7 @@ def open_store(
     sends NVMe commands to a whole namespace, which a path such as /dev/ng0n1 also asks for. `depth`: requests
     in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
     it to `commit`. `discard`: tell the device about freed space, after the delete is durable.
+    `max_store_bytes`: payload of puts that the device may have at once; more wait, or may be dropped.
 
     Opening costs one read of the checkpoint and of the journal written since, whatever the device's size.
 
@@ -719,7 +782,9 @@ def open_store(
         raise InvalidArgument(
             f"commit_interval_ms is {commit_interval_ms}; use None, or a number up to {LONGEST_INTERVAL_MS}"
         )
-    options = Options(evict=evict, verify=verify, discard=discard, commit_interval_ms=commit_interval_ms)
+    if max_store_bytes < 1:
+        raise InvalidArgument(f"max_store_bytes is {max_store_bytes}; use at least 1")
+    options = Options(evict, verify, discard, commit_interval_ms, max_store_bytes)
     with interrupts:
         if isinstance(path, Device):
             return _open_on(path, read_only, options, by_path=False)

@@ -30,14 +30,17 @@ Item = TypeVar("Item")
 class Wave(Generic[Item]):
     """Chunks that travel in one batch; item i is transfer i."""
 
-    __slots__ = ("batch", "items", "payload_bytes", "refusal")
+    __slots__ = ("batch", "dropped", "items", "payload_bytes", "refusal")
 
-    def __init__(self, direction: Direction, priority: Priority) -> None:
+    def __init__(self, direction: Direction, priority: Priority, deadline_ns: int) -> None:
         self.batch = Batch(direction, priority)
+        self.batch.deadline_ns = deadline_ns
         self.items: list[Item] = []
         self.payload_bytes = 0
         self.refusal: BlockKVError | None = None
         """Why the device did not even start the batch."""
+        self.dropped = False
+        """Whether it was not given to the device, because that is allowed and would have taken too long."""
 
 
 class WaveRun(ABC, Generic[Item]):
@@ -46,14 +49,22 @@ class WaveRun(ABC, Generic[Item]):
     direction: Direction
     priority: Priority
 
-    def __init__(self, state: State, then: Callable[[BaseException | None], None] | None = None) -> None:
-        """With `then` the run is asynchronous: a started wave is completed on the device's completion thread,
+    def __init__(
+        self,
+        state: State,
+        deadline_ns: int = 0,
+        then: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
+        """What the device has not got at `deadline_ns` (`time.monotonic_ns`; 0: never) it gets no more.
+
+        With `then` the run is asynchronous: a started wave is completed on the device's completion thread,
         which then calls it with what went wrong, if anything.
         """
         self._state = state
+        self._deadline_ns = deadline_ns
         self._then = then
         self._started_count = 0
-        self._wave: Wave[Item] = Wave(self.direction, self.priority)
+        self._wave: Wave[Item] = self._new_wave()
         self._in_flight: deque[Wave[Item]] = deque()
 
     @abstractmethod
@@ -85,12 +96,15 @@ class WaveRun(ABC, Generic[Item]):
             self._finish()
 
     def _start(self) -> None:
-        wave, self._wave = self._wave, Wave(self.direction, self.priority)
+        wave, self._wave = self._wave, self._new_wave()
         self._started_count += 1
         if self._then is None:
             self._in_flight.append(wave)
         else:
             wave.batch.on_done = lambda _: self._complete_and_tell(wave)
+        wave.dropped = not self._admit(wave.payload_bytes)
+        if wave.dropped:
+            return
         self._fill(wave.batch, wave.items)
         try:
             self._state.device.submit(wave.batch)
@@ -99,9 +113,16 @@ class WaveRun(ABC, Generic[Item]):
             if self._then is not None:
                 self._complete_and_tell(wave)
 
+    def _admit(self, payload_bytes: int) -> bool:
+        """Whether a wave of that size may go to the device; may wait until it may."""
+        return True
+
+    def _new_wave(self) -> Wave[Item]:
+        return Wave(self.direction, self.priority, self._deadline_ns)
+
     def _finish(self) -> None:
         wave = self._in_flight.popleft()
-        if wave.refusal is None:
+        if wave.refusal is None and not wave.dropped:
             self._state.device.wait(wave.batch)
         self._complete(wave)
 
