@@ -8,12 +8,16 @@ KV cache reveals prompts (arXiv 2508.09442), hence MADV_DONTDUMP.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
+import threading
+import weakref
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from blockkv._native import ffi, lib
 from blockkv.errors import InvalidArgument
@@ -21,12 +25,36 @@ from blockkv.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["aligned_memory", "empty", "unwritable"]
+__all__ = ["ArenaWatcher", "aligned_memory", "empty", "unwritable", "watch_arenas"]
 
 HUGE_PAGE_BYTES = 2 << 20
 """x86-64 and arm64 (4 KiB granule) PMD size: the unit of transparent huge pages."""
 
 PAGE_BYTES = mmap.PAGESIZE
+
+
+class ArenaWatcher(Protocol):
+    """Who wants to know of arenas: long-lived memory for transfers, made by `empty`."""
+
+    def arena_added(self, address: int, size_bytes: int) -> None:
+        """There is an arena; until it is removed its memory stays where it is."""
+
+    def arena_removed(self, address: int) -> None:
+        """It is about to be unmapped. Called from a finalizer: any thread, between any two operations."""
+
+
+_lock = threading.RLock()
+_arenas: dict[int, int] = {}
+"""Size of each arena by address."""
+_watchers: weakref.WeakSet[ArenaWatcher] = weakref.WeakSet()
+
+
+def watch_arenas(watcher: ArenaWatcher) -> None:
+    """Tell `watcher`, for as long as it lives, of all arenas there are and will be."""
+    with _lock:
+        _watchers.add(watcher)
+        for address, size_bytes in _arenas.items():
+            watcher.arena_added(address, size_bytes)
 
 
 def aligned_memory(size_bytes: int) -> memoryview:
@@ -53,7 +81,8 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """A CPU tensor whose memory can be read and written by the device directly, with no bounce.
 
     Shape and dtype as for `torch.empty` (dtype defaults to `torch.get_default_dtype()`); contents are
-    zero at first. Raises InvalidArgument for a zero-size shape.
+    zero at first. From 2 MiB on, the parts that transfers use are registered with the device as they do,
+    where kernel and memlock limit allow. Raises InvalidArgument for a zero-size shape.
     """
     import torch
 
@@ -62,8 +91,30 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     count = math.prod(dims)
     if count < 1 or any(dim < 0 for dim in dims):
         raise InvalidArgument(f"cannot allocate a tensor of shape {dims}: it has no elements")
-    view = aligned_memory(count * dtype.itemsize)
-    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(dims)
+    size_bytes = count * dtype.itemsize
+    memory = aligned_memory(size_bytes) if size_bytes < HUGE_PAGE_BYTES else _arena(size_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dims)
+
+
+def _arena(size_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """`aligned_memory` that watchers are told of, and again before it is unmapped."""
+    region = aligned_memory(size_bytes)
+    memory = (ctypes.c_char * size_bytes).from_buffer(region)
+    address = ctypes.addressof(memory)
+    with _lock:
+        _arenas[address] = size_bytes
+        for watcher in list(_watchers):
+            watcher.arena_added(address, size_bytes)
+    # The finalizer holds the region: it is unmapped after everybody was told, and not before.
+    weakref.finalize(memory, _arena_ends, address, region).atexit = False
+    return memory
+
+
+def _arena_ends(address: int, region: memoryview) -> None:
+    with _lock:
+        del _arenas[address]
+        for watcher in list(_watchers):
+            watcher.arena_removed(address)
 
 
 def unwritable(addresses: Sequence[int]) -> list[int]:
@@ -106,10 +157,17 @@ def _advise(region: mmap.mmap, advice: int) -> None:
 
 
 def _address_of(region: mmap.mmap) -> int:
-    import ctypes
-
     return ctypes.addressof(ctypes.c_char.from_buffer(region))
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _forget_lock() -> None:
+    # A thread of the parent may have held it at the fork, and there is none here to let it go.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)

@@ -396,6 +396,20 @@ int bkv_engine_unregister(struct bkv_engine *engine, int handle)
     return control(engine, &(struct bkv_control){.kind = BKV_CONTROL_UNREGISTER, .handle = handle});
 }
 
+int bkv_engine_arena_add(struct bkv_engine *engine, uint64_t address, uint64_t length_bytes)
+{
+    uint64_t end;
+    if (!address || !length_bytes || __builtin_add_overflow(address, length_bytes, &end))
+        return -EINVAL;
+    return control(engine, &(struct bkv_control){
+                               .kind = BKV_CONTROL_ARENA_ADD, .address = address, .length_bytes = length_bytes});
+}
+
+int bkv_engine_arena_remove(struct bkv_engine *engine, uint64_t address)
+{
+    return control(engine, &(struct bkv_control){.kind = BKV_CONTROL_ARENA_REMOVE, .address = address});
+}
+
 void bkv_engine_counters(const struct bkv_engine *engine, struct bkv_counters *counters)
 {
 #define READ(name) counters->name = atomic_load_explicit(&engine->counts.name, memory_order_relaxed)
@@ -415,6 +429,7 @@ void bkv_engine_counters(const struct bkv_engine *engine, struct bkv_counters *c
     READ(discards);
     READ(hashed_bytes);
     READ(expired_requests);
+    READ(arena_bytes);
 #undef READ
 }
 

@@ -92,6 +92,7 @@ struct bkv_counters {
     uint64_t bounced_bytes, bounced_transfers, direct_bytes;
     uint64_t fixed_requests, coalesced_requests, short_transfers, resubmitted, isolated_requests;
     uint64_t flushes, discards, hashed_bytes, expired_requests;
+    uint64_t arena_bytes; /* registered now */
 };
 
 struct bkv_engine;
@@ -120,6 +121,11 @@ int bkv_engine_discard(struct bkv_engine *engine, uint64_t offset_bytes, uint64_
  * full), else what the kernel said. Runs on the reactor, between two batches of completions. */
 int bkv_engine_register(struct bkv_engine *engine, uint64_t address, uint64_t length_bytes);
 int bkv_engine_unregister(struct bkv_engine *engine, int handle);
+
+/* Names memory of which parts are registered when transfers use them. It must be removed before it is unmapped; nothing
+ * of it may be in flight then. 0, or a negative errno as from register: the memory works all the same. */
+int bkv_engine_arena_add(struct bkv_engine *engine, uint64_t address, uint64_t length_bytes);
+int bkv_engine_arena_remove(struct bkv_engine *engine, uint64_t address);
 
 void bkv_engine_counters(const struct bkv_engine *engine, struct bkv_counters *counters);
 

@@ -21,7 +21,7 @@ struct bkv_counts {
     _Atomic uint64_t device_read_bytes, device_write_bytes, device_requests, ring_enters;
     _Atomic uint64_t bounced_bytes, bounced_transfers, direct_bytes;
     _Atomic uint64_t fixed_requests, coalesced_requests, short_transfers, resubmitted, isolated_requests;
-    _Atomic uint64_t flushes, discards, hashed_bytes, expired_requests;
+    _Atomic uint64_t flushes, discards, hashed_bytes, expired_requests, arena_bytes;
 };
 
 struct bkv_batch_list {
@@ -31,7 +31,7 @@ struct bkv_batch_list {
 /* A request to the reactor that is no transfer; lives on the stack of the thread that waits for it. */
 struct bkv_control {
     struct bkv_control *next;
-    enum { BKV_CONTROL_REGISTER, BKV_CONTROL_UNREGISTER } kind;
+    enum { BKV_CONTROL_REGISTER, BKV_CONTROL_UNREGISTER, BKV_CONTROL_ARENA_ADD, BKV_CONTROL_ARENA_REMOVE } kind;
     uint64_t address, length_bytes;
     int handle;
     int result;

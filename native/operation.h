@@ -57,6 +57,7 @@ struct bkv_operation {
     uint8_t *staging;
     struct iovec *resume; /* what is left of `iovs` after a short transfer */
     uint32_t resume_count;
+    bool wants_fixed;    /* its only iovec could lie in registered memory */
     int32_t fixed_index; /* of the registered region that holds the only iovec, or -1 */
     uint32_t attempts;
     uint32_t children; /* isolating operations not yet finished */

@@ -88,7 +88,8 @@ static void close_operation(struct planner *planner)
         const struct iovec *only = LAST(planner->iovs, struct iovec);
         /* Registered memory is pages to the kernel, and Linux 6.0 to 6.17 answers EINVAL where one of them does
          * not hold whole LBAs (iov_iter_is_aligned). Other memory is one piece to it. */
-        if ((uintptr_t)only->iov_base % planner->options->lba_bytes == 0)
+        operation->wants_fixed = (uintptr_t)only->iov_base % planner->options->lba_bytes == 0;
+        if (operation->wants_fixed)
             operation->fixed_index =
                 bkv_regions_find(planner->regions, (uintptr_t)only->iov_base, only->iov_len);
     }

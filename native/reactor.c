@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "arena.h"
 #include "internal.h"
 #include "passthrough.h"
 #include "ring.h"
@@ -40,6 +41,7 @@ struct bkv_reactor {
     bool is_passthrough;
     bool fixed_refused; /* the kernel takes no registered memory, although it registers it */
     bool staging_tried, staging_registered;
+    struct bkv_arenas arenas;
 
     struct bkv_batch_list queue[BKV_PRIORITY_COUNT];
     uint32_t deadline_count;                     /* batches in the queues that have one */
@@ -207,6 +209,14 @@ static void expire_all(struct bkv_reactor *reactor)
     }
 }
 
+static void look_into_arenas(struct bkv_reactor *reactor, struct bkv_operation *operation)
+{
+    struct bkv_engine *engine = reactor->engine;
+    operation->fixed_index = bkv_arena_slot(&reactor->arenas, &engine->regions, &reactor->ring,
+                                            (uintptr_t)operation->iovs->iov_base, operation->iovs->iov_len);
+    atomic_store_explicit(&engine->counts.arena_bytes, reactor->arenas.registered_bytes, memory_order_relaxed);
+}
+
 /* Issues what depth and windows allow. Operations that hold staging come before those that want some, in every class:
  * otherwise a load could wait for staging held by a store that waits for the load. */
 static void issue_all(struct bkv_reactor *reactor)
@@ -229,6 +239,8 @@ static void issue_all(struct bkv_reactor *reactor)
                 break;
             }
             reactor->class_bytes[class] += operation->length_bytes;
+            if (reactor->arenas.count && operation->wants_fixed && operation->fixed_index < 0)
+                look_into_arenas(reactor, operation);
             if (++batch->next_operation == batch->operation_count) {
                 bkv_batch_list_pop(&reactor->queue[class]);
                 reactor->deadline_count -= batch->deadline_ns != 0;
@@ -314,6 +326,24 @@ static int control_unregister(struct bkv_reactor *reactor, const struct bkv_cont
     return 0;
 }
 
+static int carry_out(struct bkv_reactor *reactor, const struct bkv_control *control)
+{
+    struct bkv_engine *engine = reactor->engine;
+    switch (control->kind) {
+    case BKV_CONTROL_REGISTER:
+        return control_register(reactor, control);
+    case BKV_CONTROL_UNREGISTER:
+        return control_unregister(reactor, control);
+    case BKV_CONTROL_ARENA_ADD:
+        return reactor->has_buffers ? bkv_arena_add(&reactor->arenas, control->address, control->length_bytes)
+                                    : -EOPNOTSUPP;
+    default:
+        bkv_arena_remove(&reactor->arenas, &engine->regions, &reactor->ring, control->address);
+        atomic_store_explicit(&engine->counts.arena_bytes, reactor->arenas.registered_bytes, memory_order_relaxed);
+        return 0;
+    }
+}
+
 /* Empties the inbox. Call with its mutex held; drops it while it carries out controls. */
 static void take_inbox(struct bkv_reactor *reactor)
 {
@@ -337,8 +367,7 @@ static void take_inbox(struct bkv_reactor *reactor)
         struct bkv_control *control = inbox->controls;
         inbox->controls = control->next;
         pthread_mutex_unlock(&inbox->mutex);
-        int result = control->kind == BKV_CONTROL_REGISTER ? control_register(reactor, control)
-                                                            : control_unregister(reactor, control);
+        int result = carry_out(reactor, control);
         pthread_mutex_lock(&inbox->mutex);
         control->result = result;
         control->done = true;
@@ -506,6 +535,7 @@ static void destroy(struct bkv_reactor *reactor)
         close(reactor->event_fd);
     pthread_cond_destroy(&reactor->started);
     pthread_mutex_destroy(&reactor->start_mutex);
+    bkv_arenas_close(&reactor->arenas);
     free(reactor);
 }
 

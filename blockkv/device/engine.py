@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from blockkv import memory
 from blockkv._native import ffi, lib
 from blockkv.device import passthrough
 from blockkv.device.base import Batch, Device, Limits, device_error
@@ -113,6 +114,7 @@ class NativeDevice(Device):
             self._close_descriptors()
             raise
         _open_devices.add(self)
+        memory.watch_arenas(self)
 
     @property
     def engine_name(self) -> str:
@@ -225,6 +227,16 @@ class NativeDevice(Device):
             raise InvalidArgument(f"{self.path}: {handle} is not a handle from register")
         if code != -errno.ESHUTDOWN:
             self._check(code, f"unregistering handle {handle}")
+
+    def arena_added(self, address: int, size_bytes: int) -> None:
+        """For `blockkv.memory`: what is refused here only makes requests dearer."""
+        if os.getpid() == self._process_id:
+            lib.bkv_engine_arena_add(self._engine.pointer, address, size_bytes)
+
+    def arena_removed(self, address: int) -> None:
+        """For `blockkv.memory`. Nothing of it is in flight: batches keep their memory alive."""
+        if os.getpid() == self._process_id:
+            lib.bkv_engine_arena_remove(self._engine.pointer, address)
 
     def counters(self) -> dict[str, int]:
         """Counters since open. Valid after `close`.
