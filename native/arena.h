@@ -1,6 +1,6 @@
-/* Arenas: memory that its owner promises to name before it is unmapped. Whatever part of one takes part in a transfer is
- * registered with the ring then, a slice at a time, so that later requests save the kernel the page lookups and memory
- * that is never used costs nothing. Only the reactor calls these.
+/* Arenas: memory that its owner promises to name before it is unmapped. Whatever part of one takes part in a transfer
+ * is registered with the ring then, a slice at a time, so that later requests save the kernel the page lookups and
+ * memory that is never used costs nothing. Only the reactor calls these.
  */
 #ifndef BKV_ARENA_H
 #define BKV_ARENA_H
