@@ -98,6 +98,8 @@ int32_t bkv_passthrough_answer(const struct bkv_options *options, struct bkv_ope
 {
     if (!result)
         return (int32_t)operation->length_bytes;
+    if (bkv_device_is_gone(options->fd))
+        return -ENODEV; /* whatever the reason given */
     if (result > 0) {
         if (!(result & DO_NOT_RETRY) && operation->attempts < RETRIES)
             return -EAGAIN;
@@ -110,9 +112,6 @@ int32_t bkv_passthrough_answer(const struct bkv_options *options, struct bkv_ope
         *fixed_refused = true;
         return -EAGAIN;
     }
-    /* What the driver answers on a character device whose namespace went away. */
-    if (result == -EINVAL && bkv_device_is_gone(options->fd))
-        return -ENODEV;
     return result;
 }
 

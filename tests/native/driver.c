@@ -495,6 +495,7 @@ static void answers_are_those_of_the_driver(int fd)
         CHECK(bkv_nvme_errno(known[i].status) == -known[i].code);
         CHECK(bkv_nvme_errno(known[i].status | 0x7800) == -known[i].code); /* more, retry delay, do not retry */
     }
+    CHECK(ftruncate(fd, UNIT) == 0);
     struct bkv_options options = {.fd = fd};
     struct bkv_operation operation = {.length_bytes = 8192, .fixed_index = -1};
     bool fixed_refused = false;
@@ -508,10 +509,11 @@ static void answers_are_those_of_the_driver(int fd)
     operation.fixed_index = 3;
     CHECK(bkv_passthrough_answer(&options, &operation, -EINVAL, &fixed_refused) == -EAGAIN);
     CHECK(fixed_refused && operation.fixed_index == -1);
-    CHECK(ftruncate(fd, UNIT) == 0);
     CHECK(bkv_passthrough_answer(&options, &operation, -EINVAL, &fixed_refused) == -EINVAL);
-    CHECK(ftruncate(fd, 0) == 0);
+    CHECK(ftruncate(fd, 0) == 0); /* the namespace went away */
     CHECK(bkv_passthrough_answer(&options, &operation, -EINVAL, &fixed_refused) == -ENODEV);
+    CHECK(bkv_passthrough_answer(&options, &operation, 0x4002, &fixed_refused) == -ENODEV);
+    CHECK(bkv_passthrough_answer(&options, &operation, 0, &fixed_refused) == 8192);
 }
 
 int main(int argc, char **argv)

@@ -297,7 +297,8 @@ def test_a_detached_namespace_is_lost_and_whole_when_it_returns(engine: Any) -> 
         assert store.check(payload=True).ok
 
 
-def test_a_removed_controller_takes_its_namespaces_along(control: Control) -> None:
-    device = namespaces("removable")[1]
-    use_until_gone(device, "io_uring", lambda: control.say("remove"))
-    wait_for(lambda: not namespaces("removable"), "the controller is still there")
+def test_a_removed_controller_takes_its_namespaces_along(control: Control, engine: Any) -> None:
+    controller = {"io_uring": "removable-1", "passthrough": "removable-2"}[engine]
+    device = namespaces(controller)[1]
+    use_until_gone(device, engine, lambda: control.say(f"remove {controller}"))
+    wait_for(lambda: not namespaces(controller), "the controller is still there")

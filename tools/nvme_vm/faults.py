@@ -30,19 +30,19 @@ GUEST_SUITE = Path(__file__).with_name("guest_suite.py")
 
 class Drives:
     """What the guest may ask for: `fail DRIVE KIND OFFSET LENGTH`, `heal DRIVE`, `silent DRIVE SECONDS`,
-    `touched DRIVE` (how many requests met a fault), `remove` (the removable controller).
+    `touched DRIVE` (how many requests met a fault), `remove CONTROLLER` (a removable one).
     """
 
     def __init__(self) -> None:
-        names = ("data", "detachable", "removable")
+        names = ("data", DETACHABLE, *REMOVABLE)
         self.by_name = {name: VolatileDisk(name, bytearray(DISK_BYTES), recorded=False) for name in names}
-        self.remove: Callable[[], None] = lambda: None
+        self.remove: Callable[[str], None] = lambda _: None
 
     def obey(self, text: str) -> str:
         verb, *words = text.split()
         if verb == "remove":
             # QEMU may need an answer from this server before it can let go
-            threading.Thread(target=self.remove, daemon=True).start()
+            threading.Thread(target=self.remove, args=words, daemon=True).start()
             return ""
         drive = self.by_name[words[0]]
         if verb == "fail":
@@ -62,8 +62,7 @@ def run_faults(system: GuestSystem, tests: list[str], say: Callable[[str], None]
     exports: list[Export] = [
         drives.by_name["data"],
         ControlDisk("control", drives.obey),
-        drives.by_name["detachable"],
-        drives.by_name["removable"],
+        *(drives.by_name[name] for name in (DETACHABLE, *REMOVABLE)),
     ]
     with (
         workspace() as directory,
@@ -72,8 +71,10 @@ def run_faults(system: GuestSystem, tests: list[str], say: Callable[[str], None]
         namespaces = [
             Namespace(server.paths["data"], 1, LBA_BYTES, is_nbd=True),
             Namespace(server.paths["control"], 2, 512, is_nbd=True),
-            Namespace(server.paths["detachable"], 1, LBA_BYTES, DETACHABLE, is_nbd=True),
-            Namespace(server.paths["removable"], 1, LBA_BYTES, REMOVABLE, is_nbd=True),
+            *(
+                Namespace(server.paths[name], 1, LBA_BYTES, name, is_nbd=True)
+                for name in (DETACHABLE, *REMOVABLE)
+            ),
         ]
         python = str(ROOT / ".venv/bin/python")
         script = [["cd", str(ROOT)], [python, str(GUEST_SUITE), *(tests or [TESTS])]]

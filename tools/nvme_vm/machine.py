@@ -26,8 +26,8 @@ from guest_system import QEMU, VIRTIOFSD, GuestSystem
 
 __all__ = ["DETACHABLE", "REMOVABLE", "Machine", "MachineError", "Namespace"]
 
-REMOVABLE = "removable"
-"""The controller that `Machine.remove_controller` takes out."""
+REMOVABLE = ("removable-1", "removable-2")
+"""The controllers that `Machine.remove_controller` may take out, once each."""
 DETACHABLE = "detachable"
 """The controller whose namespaces the guest may detach and attach."""
 GUEST_LOST = 125
@@ -138,9 +138,9 @@ class Machine:
         self._qemu.kill()
         self._qemu.wait()
 
-    def remove_controller(self) -> None:
-        """Ask the guest to let go of the removable controller, as the button beside a drive's slot does."""
-        self._monitor("device_del", id=REMOVABLE)
+    def remove_controller(self, name: str) -> None:
+        """Ask the guest to let go of a removable controller, as the button beside a drive's slot does."""
+        self._monitor("device_del", id=name)
 
     def close(self) -> None:
         for process in self._processes:
@@ -183,10 +183,11 @@ class Machine:
             *("-kernel", str(system.kernel), "-initrd", str(system.initramfs), "-append", " ".join(append)),
             *("-chardev", f"socket,id=root,path={root_socket}"),
             *("-device", "vhost-user-fs-pci,chardev=root,tag=host"),
-            *("-device", "pcie-root-port,id=root-port,slot=1"),
         ]
+        for slot, name in enumerate(REMOVABLE, 1):
+            arguments += ["-device", f"pcie-root-port,id=slot-of-{name},slot={slot}"]
         for name in dict.fromkeys(namespace.controller for namespace in namespaces):
-            place = ",bus=root-port" if name == REMOVABLE else ""
+            place = f",bus=slot-of-{name}" if name in REMOVABLE else ""
             if name == DETACHABLE:
                 # QEMU attaches and detaches namespaces of a subsystem only
                 arguments += ["-device", f"nvme-subsys,id=subsystem,nqn={name}"]
