@@ -115,24 +115,32 @@ int32_t bkv_passthrough_answer(const struct bkv_options *options, struct bkv_ope
     return result;
 }
 
+/* One command, waited for. What the kernel answered, in `result`; 0 or a negative errno of the ring. */
+static int read_first_lba(struct bkv_ring *ring, const struct bkv_options *options, void *memory, int32_t *result)
+{
+    struct io_uring_sqe *sqe = bkv_ring_sqe(ring);
+    struct nvme_uring_cmd *command = (struct nvme_uring_cmd *)sqe->cmd;
+    fill(sqe, options, true, 0, options->lba_bytes);
+    command->addr = (uintptr_t)memory;
+    command->data_len = options->lba_bytes;
+    sqe->fd = options->passthrough_fd;
+    uint64_t user_data;
+    int code;
+    do
+        code = bkv_ring_enter(ring, 1);
+    while (!code && !bkv_ring_next(ring, &user_data, result));
+    return code;
+}
+
 int bkv_passthrough_try(struct bkv_ring *ring, const struct bkv_options *options)
 {
     void *memory = aligned_alloc(BKV_UNIT_BYTES, BKV_UNIT_BYTES);
     if (!memory)
         return -ENOMEM;
-    struct io_uring_sqe *sqe = bkv_ring_sqe(ring);
-    fill(sqe, options, true, 0, options->lba_bytes);
-    ((struct nvme_uring_cmd *)sqe->cmd)->addr = (uintptr_t)memory;
-    ((struct nvme_uring_cmd *)sqe->cmd)->data_len = options->lba_bytes;
-    sqe->fd = options->passthrough_fd;
-    uint64_t user_data;
-    int32_t result = 0;
-    int code;
-    do
-        code = bkv_ring_enter(ring, 1);
-    while (!code && !bkv_ring_next(ring, &user_data, &result));
-    if (!code && result < 0)
-        code = result; /* a status above 0 is the drive's, which took the command */
+    int32_t result = -EINTR; /* the controller was reset meanwhile */
+    int code = 0;
+    for (int i = 0; i <= RETRIES && !code && result == -EINTR; i++)
+        code = read_first_lba(ring, options, memory, &result);
     free(memory);
-    return code;
+    return code ? code : result < 0 ? result : 0; /* a status above 0 is the drive's, which took the command */
 }

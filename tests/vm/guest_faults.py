@@ -203,9 +203,9 @@ class Users:
             self.under_way.release()
 
 
-def test_a_drive_that_hangs_and_comes_back(drive: Path, control: Control, engine: Any) -> None:
+def test_a_drive_that_hangs_and_comes_back(drive: Path, control: Control) -> None:
     """The driver aborts, resets the controller and sends the requests again; the store only waits."""
-    with blockkv.open(drive, engine=engine) as store:
+    with blockkv.open(drive) as store:
         fill(store, 4)
         users = Users(store, 10_000)
         began = time.monotonic()
