@@ -40,11 +40,12 @@ from blockkv.errors import (
 
 if TYPE_CHECKING:
     from blockkv.memory import empty
-    from blockkv.store import CheckReport, ChunkInfo, Finding, ScrubReport, Store, StoreFuture
+    from blockkv.store import ArrayStore, CheckReport, ChunkInfo, Finding, ScrubReport, Store, StoreFuture
     from blockkv.store import format_device as format
-    from blockkv.store import open_store as open
+    from blockkv.store import open_any as open
 
 __all__ = [
+    "ArrayStore",
     "BatchError",
     "BlockKVError",
     "CheckReport",
@@ -83,6 +84,7 @@ importlib.import_module("blockkv.format")
 del globals()["format"]
 
 _LAZY = {
+    "ArrayStore": ("blockkv.store", "ArrayStore"),
     "CheckReport": ("blockkv.store", "CheckReport"),
     "ChunkInfo": ("blockkv.store", "ChunkInfo"),
     "Finding": ("blockkv.store", "Finding"),
@@ -91,7 +93,7 @@ _LAZY = {
     "StoreFuture": ("blockkv.store", "StoreFuture"),
     "empty": ("blockkv.memory", "empty"),
     "format": ("blockkv.store", "format_device"),
-    "open": ("blockkv.store", "open_store"),
+    "open": ("blockkv.store", "open_any"),
 }
 
 

@@ -211,7 +211,7 @@ def take_apart(device: SimulatedDevice) -> Image:
         for page in Replay(read_page, found)
     ]
     values = superblock.SUPERBLOCK.unpack_from(raw)
-    return Image(device, {**values, "reserved": bytes(2560)}, checkpoint, journal)
+    return Image(device, {**values, "reserved": bytes(superblock.RESERVED_BYTES)}, checkpoint, journal)
 
 
 def store_of_version_1() -> SimulatedDevice:

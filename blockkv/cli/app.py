@@ -96,8 +96,8 @@ def _version(context: click.Context, parameter: click.Parameter, value: bool) ->
 def cli() -> None:
     """KV-cache chunks straight on a raw NVMe namespace.
 
-    STORE is a block device, a partition, an NVMe generic device or a regular file. Keys are text; write a
-    binary key as hex:<digits>.
+    STORE is a block device, a partition, an NVMe generic device or a regular file; the members of an array,
+    in any order, are separated by commas. Keys are text; write a binary key as hex:<digits>.
     """
 
 
@@ -149,6 +149,37 @@ def parse_key(text: str) -> str | bytes:
         raise click.BadParameter(f"{text!r} is not hex:<digits>") from None
 
 
+StorePath = str | list[str]
+"""A STORE: a path, or those of the members of an array."""
+
+
 def store_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The STORE argument: a path. Whether there is a store is for the command to find out."""
+    """The STORE argument. Whether there is a store is for the command to find out."""
+    return click.argument(
+        "store_path",
+        metavar="STORE",
+        type=click.Path(),
+        callback=lambda context, parameter, value: parse_store(value),
+    )(function)
+
+
+def parse_store(text: str) -> StorePath:
+    """A path, or several that are separated by commas. What exists with its commas is one path."""
+    if "," not in text or os.path.exists(text):  # noqa: PTH110
+        return text
+    return [path for path in text.split(",") if path]
+
+
+def degraded_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The --degraded option."""
+    return click.option(
+        "--degraded",
+        is_flag=True,
+        help="Do without members of an array that are missing: what they hold is a miss, and dropped when "
+        "they come back to an array that was written to.",
+    )(function)
+
+
+def device_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A STORE that is looked at by itself, also where it is a member of an array."""
     return click.argument("store_path", metavar="STORE", type=click.Path())(function)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import blockkv
-from blockkv.cli.app import command, store_argument
+from blockkv.cli.app import StorePath, command, degraded_option, store_argument
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output, key_text
 from blockkv.cli.size import Rate, size_text
@@ -16,9 +16,10 @@ from blockkv.cli.size import Rate, size_text
 
 @command("check")
 @store_argument
+@degraded_option
 @click.option("--payload", is_flag=True, help="Read and verify every chunk, not only the metadata.")
 @click.option("--repair", is_flag=True, help="Drop what cannot be verified and write the metadata again.")
-def check(output: Output, store_path: str, payload: bool, repair: bool) -> int:
+def check(output: Output, store_path: StorePath, degraded: bool, payload: bool, repair: bool) -> int:
     """Verify a store: superblock slots, checkpoint, journal, index and free map, with --payload every byte.
 
     Without --repair nothing is written, so it works on a device that cannot be written to. Every finding is
@@ -30,7 +31,10 @@ def check(output: Output, store_path: str, payload: bool, repair: bool) -> int:
     Exits 0 when nothing was found, 1 when something was, also when it was repaired. A store in use is refused
     (exit code 3); a live one is read in the background by its `Store.start_scrub`.
     """
-    with blockkv.open(store_path, read_only=not repair) as store, output.progress() as advance:
+    with (
+        blockkv.open(store_path, degraded=degraded, read_only=not repair) as store,
+        output.progress() as advance,
+    ):
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             advance("checking payload", done_bytes, total_bytes)
@@ -69,12 +73,14 @@ def _finding_document(finding: blockkv.Finding) -> dict[str, Any]:
 
 
 def _finding_line(finding: blockkv.Finding) -> str:
+    device = f"{finding.device}: " if finding.device else ""
     key = "" if finding.key is None else f" {key_text(finding.key)}"
-    return f"{finding.structure}{key}{finding.where}: {finding.what}; --repair {finding.remedy.value}"
+    return f"{device}{finding.structure}{key}{finding.where}: {finding.what}; --repair {finding.remedy.value}"
 
 
 @command("scrub")
 @store_argument
+@degraded_option
 @click.option(
     "--rate",
     "bytes_per_s",
@@ -83,7 +89,7 @@ def _finding_line(finding: blockkv.Finding) -> str:
     show_default=True,
     help="Read at most this much a second.",
 )
-def scrub(output: Output, store_path: str, bytes_per_s: int) -> int:
+def scrub(output: Output, store_path: StorePath, degraded: bool, bytes_per_s: int) -> int:
     """Read and verify every chunk, slowly, and drop those that do not verify.
 
     Cut short by Ctrl-C, the next scrub goes on where this one was; after a kill or a crash, at most a minute
@@ -92,7 +98,7 @@ def scrub(output: Output, store_path: str, bytes_per_s: int) -> int:
 
     Exits 0 when every chunk verified, 1 when some were dropped or could not be read, or metadata was damaged.
     """
-    with blockkv.open(store_path) as store, output.progress() as advance:
+    with blockkv.open(store_path, degraded=degraded) as store, output.progress() as advance:
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             advance("scrubbing", done_bytes, total_bytes)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 import blockkv
-from blockkv.cli.app import command, key_argument, parse_key, store_argument
+from blockkv.cli.app import StorePath, command, degraded_option, key_argument, parse_key, store_argument
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output, key_text, lines
 from blockkv.cli.size import size_text
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @command("ls")
 @store_argument
+@degraded_option
 @click.option("--prefix", default="", help="Only keys that start with this text.")
 @click.option("--limit", type=click.IntRange(min=1), help="Show at most this many.")
-def ls(output: Output, store_path: str, prefix: str, limit: int | None) -> None:
-    """List chunks: key, bytes, tensors, extents. Next to be evicted first."""
-    with blockkv.open(store_path, read_only=True) as store:
+def ls(output: Output, store_path: StorePath, degraded: bool, prefix: str, limit: int | None) -> None:
+    """List chunks: key, bytes, tensors, extents. Next to be evicted first; of an array, member by member."""
+    with blockkv.open(store_path, degraded=degraded, read_only=True) as store:
         keys = store.keys()
         chosen = (
             info
@@ -38,7 +39,9 @@ def ls(output: Output, store_path: str, prefix: str, limit: int | None) -> None:
             if key_text(key).startswith(prefix) and (info := store.entry(key)) is not None
         )
         chunks = [_describe(info) for info in itertools.islice(chosen, limit)]
-    output.document({"chunks": chunks}, lambda: _print_chunks(chunks))
+    output.document(
+        {"chunks": chunks}, lambda: _print_chunks(chunks, several=not isinstance(store_path, str))
+    )
 
 
 def _describe(info: ChunkInfo) -> dict[str, Any]:
@@ -52,29 +55,35 @@ def _describe(info: ChunkInfo) -> dict[str, Any]:
         "layout": str(info.layout),
         "extents": [{"start_unit": start, "unit_count": count} for start, count in info.extents],
         "durable": info.durable,
+        "device": info.device,
     }
 
 
-def _print_chunks(chunks: list[dict[str, Any]]) -> None:
+def _print_chunks(chunks: list[dict[str, Any]], *, several: bool) -> None:
     rows = [
         [
             chunk["key"],
             size_text(chunk["payload_bytes"]),
             chunk["layout"],
             " ".join(f"{extent['start_unit']}+{extent['unit_count']}" for extent in chunk["extents"]),
+            *([chunk["device"]] if several else []),
         ]
         for chunk in chunks
     ]
     if rows:
-        lines(rows, header=["key", "bytes", "tensors", "extents"], right=" r")
+        header = ["key", "bytes", "tensors", "extents", *(["device"] if several else [])]
+        lines(rows, header=header, right=" r")
 
 
 @command("put")
 @store_argument
+@degraded_option
 @key_argument
 @click.argument("file", type=click.Path(allow_dash=True))
 @click.option("--npy", is_flag=True, help="FILE is a NumPy array; keep its dtype and shape.")
-def put(output: Output, store_path: str, key: str | bytes, file: str, npy: bool) -> None:
+def put(
+    output: Output, store_path: StorePath, degraded: bool, key: str | bytes, file: str, npy: bool
+) -> None:
     """Store the bytes of FILE (- for stdin) under KEY. It is on media when the command ends.
 
     Chunks never change: where the key is stored already, nothing is written and the command says so.
@@ -82,7 +91,7 @@ def put(output: Output, store_path: str, key: str | bytes, file: str, npy: bool)
     # Read before the store is opened: a slow producer on stdin must not hold its lock.
     with _source(file) as source:
         value = _array(source, file) if npy else _bytes_of(source, file)
-    with blockkv.open(store_path) as store:
+    with blockkv.open(store_path, degraded=degraded) as store:
         stored = store.put(key, memoryview(value) if isinstance(value, mmap.mmap) else value, durable=True)
         info = store.entry(key)
         assert info is not None, "a durable put returned, so the key is there"
@@ -129,17 +138,20 @@ def _array(source: BinaryIO, file: str) -> Any:
 
 @command("get")
 @store_argument
+@degraded_option
 @key_argument
 @click.argument("file", type=click.Path(allow_dash=True), default="-")
 @click.option("--npy", is_flag=True, help="Write a NumPy array instead of raw bytes.")
-def get(output: Output, store_path: str, key: str | bytes, file: str, npy: bool) -> int | None:
+def get(
+    output: Output, store_path: StorePath, degraded: bool, key: str | bytes, file: str, npy: bool
+) -> int | None:
     """Write the chunk under KEY to FILE (default: stdout): its tensors' bytes, one after the other.
 
     The content is verified before the first byte is written. A missing key exits 1.
     """
     if file == "-" and output.as_json:
         raise click.UsageError("--json needs a FILE for the payload: stdout holds the JSON document")
-    with blockkv.open(store_path, read_only=True) as store:
+    with blockkv.open(store_path, degraded=degraded, read_only=True) as store:
         info = store.entry(key)
         content = None if info is None else _content(store, info, npy)
     if info is None or content is None:
@@ -192,11 +204,12 @@ def _content(store: blockkv.Store, info: ChunkInfo, npy: bool) -> mmap.mmap | by
 
 @command("rm")
 @store_argument
+@degraded_option
 @click.argument("keys", nargs=-1, required=True)
-def rm(output: Output, store_path: str, keys: tuple[str, ...]) -> int:
+def rm(output: Output, store_path: StorePath, degraded: bool, keys: tuple[str, ...]) -> int:
     """Delete chunks. Exits 1 when one of the KEYS was not stored; the others are deleted all the same."""
     wanted = [parse_key(key) for key in keys]
-    with blockkv.open(store_path) as store:
+    with blockkv.open(store_path, degraded=degraded) as store:
         deleted = [store.delete(key) for key in wanted]
     rows = [{"key": key_text(key), "deleted": done} for key, done in zip(wanted, deleted, strict=True)]
 

@@ -1,7 +1,9 @@
 """`blockkv inspect`: every structure on the device prints itself, of a store in use and of a dead image.
 
-Read-only and without a lock. KV cache reveals prompts: payload is shown only with `--payload`, and of a key
-only the beginning without `--keys`. Not here: reading (`blockkv.cli.image`).
+Read-only and without a lock; one member of an array at a time. KV cache reveals prompts: payload is shown
+only with `--payload`, and of a key only the beginning without `--keys`.
+
+Not here: reading (`blockkv.cli.image`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import click
 
-from blockkv.cli.app import cli, command_of, key_argument, store_argument
+from blockkv.cli.app import cli, command_of, device_argument, key_argument
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.image import Contents, Image
 from blockkv.cli.output import Output, fields, key_text, lines
@@ -45,7 +47,7 @@ def _shown(key: bytes, full: bool) -> str:
 
 
 @command_of(inspect, "superblock")
-@store_argument
+@device_argument
 def superblock(output: Output, store_path: str) -> int:
     """The eight superblock slots, and the fields of the one that counts. Exits 5 when there is none."""
     with Image.open(store_path) as image:
@@ -117,7 +119,7 @@ def _superblock_document(found: Superblock | None) -> dict[str, Any] | None:
 
 
 @command_of(inspect, "journal")
-@store_argument
+@device_argument
 @click.option("--limit", type=click.IntRange(min=0), default=50, show_default=True, help="Pages to list.")
 @click.option("--records", is_flag=True, help="List the records of each page.")
 @full_keys
@@ -226,7 +228,7 @@ def _layout_text(body: bytes | None) -> str:
 
 
 @command_of(inspect, "checkpoint")
-@store_argument
+@device_argument
 @click.option("--records", is_flag=True, help="List the records.")
 @full_keys
 def checkpoint(output: Output, store_path: str, records: bool, full_keys: bool) -> int:
@@ -267,7 +269,7 @@ def checkpoint(output: Output, store_path: str, records: bool, full_keys: bool) 
 
 
 @command_of(inspect, "extents")
-@store_argument
+@device_argument
 @click.option("--limit", type=click.IntRange(min=0), default=100, show_default=True, help="Lines to list.")
 @full_keys
 def extents(output: Output, store_path: str, limit: int, full_keys: bool) -> int:
@@ -342,7 +344,7 @@ def _map(contents: Contents, full: bool) -> tuple[list[dict[str, Any]], list[str
 
 
 @command_of(inspect, "chunk")
-@store_argument
+@device_argument
 @key_argument
 @click.option("--payload", "dump", is_flag=True, help="Show the beginning of the payload.")
 @click.option(

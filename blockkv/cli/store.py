@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import blockkv
-from blockkv.cli.app import command, store_argument
+from blockkv.cli.app import StorePath, command, degraded_option, store_argument
 from blockkv.cli.output import Output, fields, lines
 from blockkv.cli.size import Size, size_text
 from blockkv.device import namespace, occupancy
@@ -34,7 +34,7 @@ from blockkv.format.superblock import MAGIC, SUPERBLOCK
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 def format_store(
     output: Output,
-    store_path: str,
+    store_path: StorePath,
     size_bytes: int | None,
     average_chunk_bytes: int,
     journal_bytes: int | None,
@@ -42,27 +42,34 @@ def format_store(
     force: bool,
     dry_run: bool,
 ) -> None:
-    """Make a store on a device, a partition or a file.
+    """Make a store on a device, a partition or a file, or one on several of them: an array.
 
     Refuses a device that is mounted, held, or carries anything (exit code 3), and names the command that
     would clear it.
     """
-    geometry = _planned(store_path, size_bytes, average_chunk_bytes, journal_bytes)
+    paths = [store_path] if isinstance(store_path, str) else store_path
+    plans = [(path, _planned(path, size_bytes, average_chunk_bytes, journal_bytes)) for path in paths]
     if not output.as_json and sys.stderr.isatty():
-        output.note(
-            f"formatting {store_path}: "
-            + ", ".join(f"{n} {size_text(z.size_bytes)}" for n, z in _zones(geometry))
-        )
-    document: dict[str, Any] = {"path": store_path, "zones": _zone_document(geometry)}
+        for path, geometry in plans:
+            output.note(
+                f"formatting {path}: "
+                + ", ".join(f"{n} {size_text(z.size_bytes)}" for n, z in _zones(geometry))
+            )
+    documents: list[dict[str, Any]] = [
+        {"path": path, "zones": _zone_document(geometry)} for path, geometry in plans
+    ]
     if dry_run:
-        findings = [str(finding) for finding in _in_the_way(store_path, geometry, force)]
+        for document, (path, geometry) in zip(documents, plans, strict=True):
+            findings = [str(finding) for finding in _in_the_way(path, geometry, force)]
+            document.update(formatted=False, overwrites=findings)
 
         def plan_text() -> None:
-            _print_zones(store_path, geometry)
-            for finding in findings:
-                click.echo(f"overwrites: {finding}")
+            for document, (path, geometry) in zip(documents, plans, strict=True):
+                _print_zones(path, geometry)
+                for finding in document["overwrites"]:
+                    click.echo(f"overwrites: {finding}")
 
-        output.document({**document, "formatted": False, "overwrites": findings}, plan_text)
+        output.document(_joined({"formatted": False}, documents), plan_text)
         return
     info = blockkv.format(
         store_path,
@@ -72,13 +79,22 @@ def format_store(
         force=force,
         journal=journal_bytes,
     )
-    document.update(info)
+    for document, facts in zip(documents, info.pop("members", [info]), strict=True):
+        document.update(facts, formatted=True)
 
     def text() -> None:
-        _print_zones(store_path, geometry)
-        click.echo(f"formatted, {size_text(geometry.data.size_bytes)} for chunks")
+        for path, geometry in plans:
+            _print_zones(path, geometry)
+        data_bytes = sum(geometry.data.size_bytes for _, geometry in plans)
+        members = f" on {len(plans)} members of an array" if len(plans) > 1 else ""
+        click.echo(f"formatted, {size_text(data_bytes)} for chunks{members}")
 
-    output.document({**document, "formatted": True}, text)
+    output.document(_joined({**info, "formatted": True}, documents), text)
+
+
+def _joined(document: dict[str, Any], members: list[dict[str, Any]]) -> dict[str, Any]:
+    """What to say of a store: its only device, or an array and its members."""
+    return members[0] if len(members) == 1 else {**document, "members": members}
 
 
 def _planned(
@@ -126,12 +142,14 @@ def _print_zones(path: str, geometry: Geometry) -> None:
 
 @command("info")
 @store_argument
-def info(output: Output, store_path: str) -> None:
+@degraded_option
+def info(output: Output, store_path: StorePath, degraded: bool) -> None:
     """Show a store: identity, zones, space, and how it is accessed.
 
-    Opens it read-only, which a store in use refuses (exit code 3); `inspect superblock` works on one.
+    Opens it read-only, which a store in use refuses (exit code 3); `inspect superblock` works on one. A
+    member of an array, by itself, says which one it is.
     """
-    with blockkv.open(store_path, read_only=True) as store:
+    with blockkv.open(store_path, degraded=degraded, read_only=True) as store:
         document = {**store.info(), "stats": store.stats()}
     # Counters that never counted say nothing to a reader; a program gets all of them.
     shown = {**document, "stats": {name: value for name, value in document["stats"].items() if value}}
@@ -144,6 +162,9 @@ def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, object]
         label = f"{prefix}{name}"
         if isinstance(value, dict):
             pairs += _flat(value, f"{label}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                pairs += _flat(item, f"{label}.{index}.")
         elif (
             isinstance(value, int)
             and not isinstance(value, bool)

@@ -7,8 +7,9 @@ pages from the anchor on) stays intact until a newer superblock is durable in bo
 The first 80 bytes (checksum to compat) are frozen: every later version keeps them where they are, so that an
 older blockkv recognises a newer store and refuses it instead of calling the device unformatted.
 
-All fields that can be non-zero without encryption lie in the first 512 bytes: on a drive that writes 512-byte
-sectors whole, a slot cannot be torn into a mixture.
+All fields that change after formatting lie in the first 512 bytes: on a drive that writes 512-byte sectors
+whole, a slot cannot be torn into a mixture. What a member of an array says of it behind them never changes,
+and formatting writes it to every slot.
 
 Not here: reading and writing the slots, and when (`blockkv.store`).
 """
@@ -33,7 +34,10 @@ from blockkv.format.page import PAGE_PAYLOAD_BYTES
 __all__ = [
     "FORMAT_VERSION",
     "MAGIC",
+    "MAX_MEMBERS",
+    "RESERVED_BYTES",
     "SUPERBLOCK",
+    "Membership",
     "Superblock",
     "SuperblockFault",
     "SuperblockRejected",
@@ -46,11 +50,17 @@ __all__ = [
 
 MAGIC = b"blockkv\0"
 FORMAT_VERSION = 1
-KNOWN_INCOMPAT = 0
+INCOMPAT_ARRAY = 1 << 1
+"""The store is a member of an array. Bit 0 is kept for encryption."""
+KNOWN_INCOMPAT = INCOMPAT_ARRAY
 KNOWN_RO_COMPAT = 0
 KNOWN_COMPAT = 0
 COUNTER_LIMIT = 1 << 62
 """Sequences, epochs and generations stay below this, so that arithmetic on hostile input stays in 64 bits."""
+MAX_MEMBERS = 32
+"""Of an array: as many as `array_term_members` has bits."""
+TERM_LIMIT = 1 << 31
+RESERVED_BYTES = 2536
 
 SUPERBLOCK = StructLayout(
     "superblock",
@@ -100,10 +110,14 @@ SUPERBLOCK = StructLayout(
         Field("namespace_serial", "text[40]", "likewise: serial number"),
         Field("label", "text[64]", "the user's name for the store"),
         Field("scrub_sequence", "u64", "the log sequence a scrub under way has verified up to; 0: none is"),
-        Field("reserved_head", "zero[8]", "zero, checked"),
+        Field("array_term", "u32", "member of an array: the newest term it knows, from 1; else 0, checked"),
+        Field("array_term_members", "u32", "bit i: member i belongs to that term; else 0, checked"),
         Field("key_slots", "zero[960]", "for encryption, announced by an incompat bit; zero, checked"),
         Field("key_canary", "zero[64]", "likewise"),
-        Field("reserved", "bytes[2560]", "zero, checked unless an unknown compat or ro_compat bit is set"),
+        Field("array_uuid", "bytes[16]", "member of an array: identity of the array; else 0, checked"),
+        Field("array_member_count", "u32", "members it was formatted with, 2 to 32; else 0, checked"),
+        Field("array_member_index", "u32", "which one this is, from 0: swapped devices; else 0, checked"),
+        Field("reserved", "bytes[2536]", "zero, checked unless an unknown compat or ro_compat bit is set"),
     ],
     size_bytes=PAGE_BYTES,
 )
@@ -129,6 +143,7 @@ class SuperblockFault(enum.Enum):
     ANCHORS = "has impossible anchors"
     FLAGS = "has impossible flags"
     TEXT = "has unprintable text"
+    ARRAY = "has an impossible place in an array"
     RESERVED = "has non-zero reserved bytes"
 
 
@@ -139,6 +154,25 @@ class SuperblockRejected(FormatError):
         super().__init__(fault.value + (f": {detail}" if detail else ""))
         self.fault = fault
         self.generation = generation
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The place of a store in an array, and the newest term it knows. Terms: `blockkv.store.array_term`."""
+
+    array_uuid: bytes
+    member_count: int
+    """Members the array was formatted with."""
+    member_index: int
+    """Which one this is, from 0."""
+    term: int
+    term_members: int
+    """Bit i: member i belongs to the term. Whoever does not holds nothing that counts."""
+
+    @property
+    def array_uuid_text(self) -> str:
+        """The array's identity as it is usually written."""
+        return str(uuids.UUID(bytes=self.array_uuid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +206,9 @@ class Superblock:
     incompat: int = 0
     ro_compat: int = 0
     compat: int = 0
-    reserved: bytes = bytes(2560)
+    array: Membership | None = None
+    """Its place in an array, if it is a member of one. The bit that announces it is not in `incompat`."""
+    reserved: bytes = bytes(RESERVED_BYTES)
     """Belongs to features this version does not know; carried along unchanged."""
 
     @property
@@ -214,6 +250,7 @@ class Superblock:
             values[f"{name}_size_bytes"] = zone.size_bytes
         for name in _PLAIN_FIELDS:
             values[name] = getattr(self, name)
+        values |= _array_values(self.array)
         packed = SUPERBLOCK.pack(
             checksum=bytes(_CHECKSUM_BYTES),
             magic=MAGIC,
@@ -224,6 +261,7 @@ class Superblock:
             page_bytes=PAGE_BYTES,
             run_bytes=RUN_BYTES,
             clean=int(self.clean),
+            incompat=self.incompat | (INCOMPAT_ARRAY if self.array else 0),
             holder_boot_id=_fit_text(self.holder_boot_id, 36),
             holder_host=_fit_text(self.holder_host, 64),
             namespace_serial=_fit_text(self.namespace_serial, 40),
@@ -236,7 +274,6 @@ class Superblock:
 _PLAIN_FIELDS = (
     "uuid",
     "generation",
-    "incompat",
     "ro_compat",
     "compat",
     "epoch",
@@ -312,6 +349,7 @@ def decode(data: bytes, slot_index: int) -> Superblock:
     if slot_index not in slots_of(generation):
         raise SuperblockRejected(SuperblockFault.WRONG_SLOT, f"generation {generation} in slot {slot_index}")
     _check_values(values, geometry)
+    array = _membership_of(values)
     unknown = (ro_compat & ~KNOWN_RO_COMPAT) | (compat & ~KNOWN_COMPAT)
     if not unknown and any(values["reserved"]):
         raise SuperblockRejected(SuperblockFault.RESERVED, "field reserved")
@@ -321,8 +359,44 @@ def decode(data: bytes, slot_index: int) -> Superblock:
         holder_boot_id=values["holder_boot_id"],
         holder_host=values["holder_host"],
         namespace_serial=values["namespace_serial"],
+        incompat=incompat & ~INCOMPAT_ARRAY,
+        array=array,
         **{name: values[name] for name in _PLAIN_FIELDS},
     )
+
+
+def _array_values(array: Membership | None) -> dict[str, int | bytes]:
+    return {
+        "array_term": array.term if array else 0,
+        "array_term_members": array.term_members if array else 0,
+        "array_uuid": array.array_uuid if array else bytes(16),
+        "array_member_count": array.member_count if array else 0,
+        "array_member_index": array.member_index if array else 0,
+    }
+
+
+def _membership_of(values: dict[str, Any]) -> Membership | None:
+    term, term_members = values["array_term"], values["array_term_members"]
+    array_uuid, count = values["array_uuid"], values["array_member_count"]
+    index = values["array_member_index"]
+    if not values["incompat"] & INCOMPAT_ARRAY:
+        if term or term_members or count or index or any(array_uuid):
+            raise SuperblockRejected(
+                SuperblockFault.RESERVED, "fields of an array, and it is no member of one"
+            )
+        return None
+    if not (
+        2 <= count <= MAX_MEMBERS
+        and index < count
+        and 0 < term < TERM_LIMIT
+        and 0 < term_members < 1 << count
+        and any(array_uuid)
+    ):
+        raise SuperblockRejected(
+            SuperblockFault.ARRAY,
+            f"member {index} of {count}, term {term} with members {term_members:#x}",
+        )
+    return Membership(array_uuid, count, index, term, term_members)
 
 
 def _geometry_of(values: dict[str, Any]) -> Geometry:

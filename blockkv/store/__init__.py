@@ -1,12 +1,15 @@
 """The store: the only package that knows in which order things reach the device."""
 
+from blockkv.store.array_open import open_any
+from blockkv.store.array_store import ArrayStore
 from blockkv.store.check import CheckReport
 from blockkv.store.create import format_device, parse_size
 from blockkv.store.finding import Finding
 from blockkv.store.scrub import ScrubReport
-from blockkv.store.store import ChunkInfo, Store, StoreFuture, open_store
+from blockkv.store.store import ChunkInfo, Store, StoreFuture
 
 __all__ = [
+    "ArrayStore",
     "CheckReport",
     "ChunkInfo",
     "Finding",
@@ -14,6 +17,6 @@ __all__ = [
     "Store",
     "StoreFuture",
     "format_device",
-    "open_store",
+    "open_any",
     "parse_size",
 ]

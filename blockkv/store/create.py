@@ -3,7 +3,7 @@
 Order: refuse what is occupied (by path, and again on the exclusively opened descriptor) -> zero all eight
 superblock slots, the newest last, each flushed -> zero the rest of both ends -> discard the data zone ->
 first superblock. Cut short anywhere, the device holds the old store whole or reads as not formatted; never
-half of either store.
+half of either store. For an array the first is done for all of its members, then the rest one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from blockkv.device.engine import NativeDevice
 from blockkv.errors import DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
 from blockkv.format import geometry, superblock
 from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY
-from blockkv.format.superblock import Superblock
+from blockkv.format.superblock import Membership, Superblock
 from blockkv.store.log import write_superblock
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
@@ -42,9 +43,12 @@ def parse_size(size: int | str, what: str = "size") -> int:
     return int(float(number) * 1024 ** " KMGTP".index(prefix.upper() or " "))
 
 
-@namespace.told
+Target = str | os.PathLike[str] | Device
+"""What can be formatted: a path, or a device."""
+
+
 def format_device(
-    path: str | os.PathLike[str] | Device,
+    path: Target | Sequence[Target],
     size: int | str | None = None,
     average_chunk: int | str = "1MiB",
     label: str | None = None,
@@ -52,6 +56,9 @@ def format_device(
     journal: int | str | None = None,
 ) -> dict[str, Any]:
     """Make an empty store on a namespace, partition, loop device or regular file, and describe it.
+
+    Several paths make an array: one store on all of them, to be opened with all of them. Nothing is written
+    to any before all may be written to.
 
     `size` creates the regular file when there is none (an empty one is grown); devices are used whole.
     `average_chunk` fixes how many chunks the store can hold, like the bytes-per-inode ratio of mke2fs; it
@@ -63,35 +70,92 @@ def format_device(
     """
     average_chunk_bytes = parse_size(average_chunk, "average chunk")
     journal_bytes = None if journal is None else parse_size(journal, "journal")
+    size_bytes = None if size is None else parse_size(size)
+    paths = several(path)
+    with contextlib.ExitStack() as stack:
+        devices = [
+            stack.enter_context(_ready(one, size_bytes, average_chunk_bytes, journal_bytes, force=force))
+            for one in paths
+        ]
+        places = _places(len(devices))
+        firsts = [
+            _first_superblock(device, average_chunk_bytes, journal_bytes, label, place)
+            for device, place in zip(devices, places, strict=True)
+        ]
+        for device, first in zip(devices, firsts, strict=True):
+            _write_store(device, first)
+    facts = [
+        {"path": device.path, **superblock_facts(first)}
+        for device, first in zip(devices, firsts, strict=True)
+    ]
+    if places[0] is None:
+        return facts[0]
+    return {**array_facts(firsts[0], len(devices)), "members": facts}
+
+
+def several(path: object) -> list[Any]:
+    """One path or device, or several, as a list. Raises InvalidArgument for none and for too many."""
+    paths = [path] if isinstance(path, str | bytes | os.PathLike | Device) else path
+    if not isinstance(paths, Sequence):
+        raise InvalidArgument(f"{path!r} is neither a path nor a list of paths")
+    if not 1 <= len(paths) <= superblock.MAX_MEMBERS:
+        raise InvalidArgument(f"{len(paths)} paths; an array has 2 to {superblock.MAX_MEMBERS} members")
+    return list(paths)
+
+
+def _places(count: int) -> list[Membership | None]:
+    if count == 1:
+        return [None]
+    identity = uuid.uuid4().bytes
+    return [Membership(identity, count, index, 1, (1 << count) - 1) for index in range(count)]
+
+
+@contextlib.contextmanager
+def _ready(
+    path: Target,
+    size_bytes: int | None,
+    average_chunk_bytes: int,
+    journal_bytes: int | None,
+    *,
+    force: bool,
+) -> Iterator[Device]:
+    """The device, ours alone, found to be free. What was created for it is removed where an error follows."""
     if isinstance(path, Device):
-        return _write_store(path, average_chunk_bytes, journal_bytes, label)
-    created = size is not None and _create_file(path, parse_size(size))
+        yield path
+        return
+    created = size_bytes is not None and _create_file(path, size_bytes)
     try:
-        limits = namespace.probe(path)
-        magic_offset = superblock.SUPERBLOCK.offsets["magic"]
-        slots = geometry.slot_offsets(limits.size_bytes)
-        occupied = partial(
-            occupancy.refuse_if_occupied,
-            path,
-            force=force,
-            magic=superblock.MAGIC,
-            magic_offsets=[offset + magic_offset for offset in slots],
-        )
-        geometry.plan(limits.size_bytes, limits.lba_bytes, average_chunk_bytes, journal_bytes)
-        occupied()
-        descriptor, canonical, limits = namespace.open_namespace(path)
-        try:
-            occupied(descriptor=descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        device = NativeDevice(descriptor, canonical, limits)
-        with contextlib.closing(device):
-            return _write_store(device, average_chunk_bytes, journal_bytes, label)
+        with contextlib.closing(_opened(path, average_chunk_bytes, journal_bytes, force=force)) as device:
+            yield device
     except BaseException:
         if created:
             Path(path).unlink()
         raise
+
+
+@namespace.told
+def _opened(
+    path: str | os.PathLike[str], average_chunk_bytes: int, journal_bytes: int | None, *, force: bool
+) -> NativeDevice:
+    limits = namespace.probe(path)
+    magic_offset = superblock.SUPERBLOCK.offsets["magic"]
+    slots = geometry.slot_offsets(limits.size_bytes)
+    occupied = partial(
+        occupancy.refuse_if_occupied,
+        path,
+        force=force,
+        magic=superblock.MAGIC,
+        magic_offsets=[offset + magic_offset for offset in slots],
+    )
+    geometry.plan(limits.size_bytes, limits.lba_bytes, average_chunk_bytes, journal_bytes)
+    occupied()
+    descriptor, canonical, limits = namespace.open_namespace(path)
+    try:
+        occupied(descriptor=descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return NativeDevice(descriptor, canonical, limits)
 
 
 def superblock_facts(found: Superblock) -> dict[str, Any]:
@@ -108,7 +172,18 @@ def superblock_facts(found: Superblock) -> dict[str, Any]:
         "journal_bytes": shape.journal.size_bytes,
         "data_offset_bytes": shape.data.offset_bytes,
         "data_bytes": shape.data.size_bytes,
+        **(
+            {"array": asdict(found.array) | {"array_uuid": found.array.array_uuid_text}}
+            if found.array
+            else {}
+        ),
     }
+
+
+def array_facts(found: Superblock, member_count: int) -> dict[str, Any]:
+    """What the superblock of one member says about its array."""
+    assert found.array is not None
+    return {"array_uuid": found.array.array_uuid_text, "label": found.label, "member_count": member_count}
 
 
 def _create_file(path: str | os.PathLike[str], size_bytes: int) -> bool:
@@ -128,18 +203,22 @@ def _create_file(path: str | os.PathLike[str], size_bytes: int) -> bool:
     return not existed
 
 
-def _write_store(
-    device: Device, average_chunk_bytes: int, journal_bytes: int | None, label: str | None
-) -> dict[str, Any]:
+def _first_superblock(
+    device: Device,
+    average_chunk_bytes: int,
+    journal_bytes: int | None,
+    label: str | None,
+    array: Membership | None,
+) -> Superblock:
+    """The superblock of generation 1. Raises for whatever does not fit, before any write."""
     limits = device.limits
     if limits.read_only:
         raise DeviceReadOnly(f"{device.path} is read-only")
-    shape = geometry.plan(limits.size_bytes, limits.lba_bytes, average_chunk_bytes, journal_bytes)
     first = Superblock(
         uuid=uuid.uuid4().bytes,
         generation=1,
         epoch=1,
-        geometry=shape,
+        geometry=geometry.plan(limits.size_bytes, limits.lba_bytes, average_chunk_bytes, journal_bytes),
         checkpoint_area=0,
         checkpoint_id=os.urandom(16),
         checkpoint_page_count=0,
@@ -151,9 +230,14 @@ def _write_store(
         clean=True,
         average_chunk_bytes=average_chunk_bytes,
         label=label or "",
+        array=array,
     )
-    encoded = first.encode(superblock.slots_of(1)[0])  # refuses a label that does not fit, before any write
-    assert len(encoded) == PAGE_BYTES
+    assert len(first.encode(superblock.slots_of(1)[0])) == PAGE_BYTES  # refuses a label that does not fit
+    return first
+
+
+def _write_store(device: Device, first: Superblock) -> None:
+    shape = first.geometry
     for offset in _newest_last(device, shape.slot_offsets):
         device.write(offset, bytes(PAGE_BYTES))
         device.flush()
@@ -161,10 +245,14 @@ def _write_store(
     # and their tools would restore them over ours.
     tail_offset = shape.slot_offsets[SLOTS_PER_COPY]
     device.write(0, bytes(MEBIBYTE))
-    device.write(tail_offset, bytes((limits.size_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES))
+    device.write(tail_offset, bytes((device.limits.size_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES))
     device.discard(shape.data.offset_bytes, shape.data.size_bytes)
     write_superblock(device, first)
-    return {"path": device.path, **superblock_facts(first)}
+    if first.array is not None:
+        # What it says of the array behind its first sector stands in every slot from now on: no later write
+        # can be torn into a mixture there.
+        for generation in range(2, SLOTS_PER_COPY + 1):
+            write_superblock(device, replace(first, generation=generation))
 
 
 def _newest_last(device: Device, slot_offsets: Sequence[int]) -> list[int]:

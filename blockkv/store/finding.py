@@ -25,6 +25,7 @@ class Remedy(enum.Enum):
     DROP = "drops the chunk"
     KEEP = "keeps the chunk; every get verifies it"
     REOPEN = "cannot help; close the store and check it again"
+    RETURN = "cannot help; open the array with it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Finding:
     """Where it begins on the device."""
     key: str | bytes | None = None
     """The chunk it is about."""
+    device: str | None = None
+    """On which member of an array."""
 
     @property
     def where(self) -> str:
@@ -49,7 +52,8 @@ class Finding:
         return index + (f" at byte {self.offset_bytes}" if self.offset_bytes is not None else "")
 
     def __str__(self) -> str:
-        return f"{self.structure}{self.where}: {self.what}"
+        device = f"{self.device}: " if self.device else ""
+        return f"{device}{self.structure}{self.where}: {self.what}"
 
 
 def chunk_finding(entry: Entry, geometry: Geometry, what: str, remedy: Remedy = Remedy.DROP) -> Finding:

@@ -38,7 +38,7 @@ from blockkv.format import checkpoint
 from blockkv.format.geometry import PAGE_BYTES, Geometry
 from blockkv.format.journal import build_pages
 from blockkv.format.page import PAGE_PAYLOAD_BYTES, checksum_of
-from blockkv.format.superblock import Superblock, slots_of
+from blockkv.format.superblock import Membership, Superblock, slots_of
 from blockkv.space.allocator import Allocator
 
 logger = logging.getLogger("blockkv")
@@ -351,10 +351,11 @@ class Log:
             clean=clean,
         )
 
-    def renew_superblock(self, count: int = 1) -> None:
+    def renew_superblock(self, count: int = 1, array: Membership | None = None) -> None:
         """Make everything durable, then go on by `count` superblocks that name the same checkpoint.
 
-        As many as a copy has slots make all slots valid again. Raises StoreReadOnly.
+        As many as a copy has slots make all slots valid again. `array` is the new place of a member of one.
+        Raises StoreReadOnly.
         """
         with self._lock:
             scrub_sequence = self.scrub_sequence
@@ -366,6 +367,7 @@ class Log:
                     self.superblock,
                     generation=self.superblock.generation + 1,
                     scrub_sequence=scrub_sequence,
+                    array=array or self.superblock.array,
                 )
                 try:
                     write_superblock(self._device, superblock)

@@ -32,6 +32,8 @@ logger = logging.getLogger("blockkv")
 EVICT_SHARE = 128
 """When full, evict at least 1/128 of the data zone, up to EVICT_LIMIT_UNITS: each round costs one flush."""
 EVICT_LIMIT_UNITS = (64 << 20) // UNIT_BYTES
+DELETES_PRUNED_AT = 4096
+"""Deletes remembered before those that have become durable are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,9 @@ class State:
         """Payload of puts that the device has got and not finished."""
         self.reserved_record_bytes = 0
         """Record bytes of chunks being written: they will need room in the next checkpoint too."""
+        self._deletes: dict[bytes, int] | None = {} if recovered.superblock.array else None
+        """Of a member of an array: digests of deleted keys, and the log sequence of the DELETE."""
+        self._deletes_limit = DELETES_PRUNED_AT
         self._deleted: dict[int, int] = {}
         """Chunks deleted while leased, by their place in the index: the log sequence of their DELETE."""
         # A page is closed by the first record that does not fit: two in succession hold more than one can.
@@ -224,13 +229,25 @@ class State:
         """Whether readers hold extents that could be freed or evicted once they are done."""
         return self.index.any_leased
 
+    def deletes_undurably(self, digest: bytes) -> bool:
+        """Whether this member of an array has deleted the key and a crash may still bring it back."""
+        deletes = self._deletes
+        return deletes is not None and deletes.get(digest, 0) > self.log.durable_sequence
+
     def _forget(self, entry: Entry) -> None:
         removed = self.index.remove(entry.digest)
         assert removed == entry
         self.layouts.release(entry.layout_id)
 
     def _append_delete(self, digest: bytes) -> int:
-        return self.log.append([record.encode_delete(self.log.next_log_sequences(), digest)])
+        log_sequence = self.log.append([record.encode_delete(self.log.next_log_sequences(), digest)])
+        if self._deletes is not None:
+            self._deletes[digest] = log_sequence
+            if len(self._deletes) > self._deletes_limit:
+                durable = self.log.durable_sequence
+                self._deletes = {one: sequence for one, sequence in self._deletes.items() if sequence > durable}
+                self._deletes_limit = DELETES_PRUNED_AT + 2 * len(self._deletes)
+        return log_sequence
 
     def _defer(self, extents: tuple[Extent, ...], log_sequence: int) -> None:
         self.allocator.defer(extents, log_sequence)

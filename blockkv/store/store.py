@@ -31,7 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -52,7 +52,7 @@ from blockkv.errors import (
     WrongStore,
 )
 from blockkv.format.record import key_digest
-from blockkv.format.superblock import Superblock
+from blockkv.format.superblock import Membership, Superblock
 from blockkv.space.allocator import Extent
 from blockkv.store.check import CheckReport, check_store
 from blockkv.store.create import superblock_facts
@@ -104,6 +104,8 @@ class ChunkInfo:
     log_sequence: int
     durable: bool
     pins: int
+    device: str
+    """Path of the device that holds it."""
 
 
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -391,6 +393,7 @@ class Store:
                 log_sequence=entry.log_sequence,
                 durable=entry.log_sequence <= self._state.log.durable_sequence,
                 pins=self._state.index.pins(entry),
+                device=self._state.device.path,
             )
 
     def __len__(self) -> int:
@@ -778,45 +781,75 @@ def open_store(
     Raises DeviceBusy (open elsewhere), DeviceReadOnly, DeviceError, NotFormatted, VersionTooNew,
     DeviceTooSmall (the device shrank), WrongStore (the same store is open through another device).
     """
+    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes)
+    with interrupts:
+        if isinstance(path, Device):
+            return open_on(path, read_only, options, by_path=False)
+        device = open_device(path, read_only=read_only, engine=engine, depth=depth)
+        try:
+            return open_on(device, read_only, options, by_path=True)
+        except BaseException:
+            device.close()
+            raise
+
+
+def check_options(
+    evict: bool, verify: bool, discard: bool, commit_interval_ms: float | None, max_store_bytes: int
+) -> Options:
+    """The options of an open. Raises InvalidArgument."""
     if commit_interval_ms is not None and not 0 < commit_interval_ms <= LONGEST_INTERVAL_MS:
         raise InvalidArgument(
             f"commit_interval_ms is {commit_interval_ms}; use None, or a number up to {LONGEST_INTERVAL_MS}"
         )
     if max_store_bytes < 1:
         raise InvalidArgument(f"max_store_bytes is {max_store_bytes}; use at least 1")
-    options = Options(evict, verify, discard, commit_interval_ms, max_store_bytes)
-    with interrupts:
-        if isinstance(path, Device):
-            return _open_on(path, read_only, options, by_path=False)
-        if (block_device := passthrough.block_device_of(path)) is not None:
-            if engine not in ("auto", "passthrough"):
-                raise InvalidArgument(
-                    f"{os.fspath(path)} takes NVMe commands only, which engine {engine!r} does not send; "
-                    f"give {block_device}"
-                )
-            path, engine = block_device, "passthrough"
-        descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
-        device = NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth)
-        try:
-            return _open_on(device, read_only, options, by_path=True)
-        except BaseException:
-            device.close()
-            raise
+    return Options(evict, verify, discard, commit_interval_ms, max_store_bytes)
 
 
-def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool) -> Store:
+def open_device(
+    path: str | os.PathLike[str],
+    *,
+    read_only: bool,
+    engine: Literal["auto", "io_uring", "threads", "passthrough"],
+    depth: int,
+) -> NativeDevice:
+    """A device to open a store on, locked. Raises as `open_store` does."""
+    if (block_device := passthrough.block_device_of(path)) is not None:
+        if engine not in ("auto", "passthrough"):
+            raise InvalidArgument(
+                f"{os.fspath(path)} takes NVMe commands only, which engine {engine!r} does not send; "
+                f"give {block_device}"
+            )
+        path, engine = block_device, "passthrough"
+    descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
+    return NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth)
+
+
+def open_on(
+    device: Device, read_only: bool, options: Options, *, by_path: bool, array: Membership | None = None
+) -> Store:
+    """Open the store on `device`, as `open_store` does; `by_path`: it was opened by its path just now.
+
+    `array` is the place that a member of one gets with this open. Without it a member opens read-only.
+    """
     if device.limits.read_only and not read_only:
         raise DeviceReadOnly(f"{device.path} is read-only; open it with read_only=True")
     if not read_only:
         device.flush()
     found, slot_findings = read_superblock(device)
-    _refuse_second_open(device, found, read_only=read_only, by_path=by_path)
+    if found.array and not array and not read_only:
+        raise WrongStore(
+            f"{device.path} is member {found.array.member_index} of an array of {found.array.member_count} "
+            f"({found.array.array_uuid_text}) and not written to alone: open all members together; "
+            "read_only=True shows this one"
+        )
+    refuse_second_open(device, found, read_only=read_only, by_path=by_path)
     recovered = recover(device, found)
     recovered.findings[:0] = slot_findings
     if read_only:
         recovered.read_only_reason = "it was opened read-only"
     if not recovered.read_only_reason:
-        recovered.superblock = next_epoch(recovered)
+        recovered.superblock = replace(next_epoch(recovered), array=array)
         write_superblock(device, recovered.superblock)
     store = Store(device, recovered, options)
     report = recovered.report
@@ -832,8 +865,10 @@ def _open_on(device: Device, read_only: bool, options: Options, *, by_path: bool
     return store
 
 
-def _refuse_second_open(device: Device, found: Superblock, *, read_only: bool, by_path: bool) -> None:
-    """One store on two paths is a copy, and both would go on from the same state; two that only read may. A
+def refuse_second_open(device: Device, found: Superblock, *, read_only: bool, by_path: bool) -> None:
+    """Raise DeviceBusy or WrongStore where this process has the store open already.
+
+    One store on two paths is a copy, and both would go on from the same state; two that only read may. A
     `Device` handed in by the caller may be a copy on purpose (a crash state), but is never shared.
     """
     for other in list(_open_stores):

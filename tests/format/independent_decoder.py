@@ -51,10 +51,24 @@ def superblock(slot: bytes, slot_index: int) -> dict[str, Any]:
     need(slot[0:16] == checksum(slot[16:]), "checksum")
     need(u32(slot, 24) == 1, "version")
     need(u32(slot, 28) == slot_index, "slot")
-    need(u64(slot, 56) == 0, "incompat feature")
+    need(u64(slot, 56) in (0, 2), "incompat feature")
     need(u32(slot, 100) == 4096, "page size")
     need(u32(slot, 104) == 131072, "run size")
-    need(not any(slot[504:1536]), "reserved")
+    need(not any(slot[512:1536]), "reserved")
+    array = None
+    if u64(slot, 56) == 2:
+        array = {
+            "array_uuid": slot[1536:1552],
+            "member_count": u32(slot, 1552),
+            "member_index": u32(slot, 1556),
+            "term": u32(slot, 504),
+            "term_members": u32(slot, 508),
+        }
+        need(2 <= array["member_count"] <= 32 and array["member_index"] < array["member_count"], "member")
+        need(0 < array["term"] < 1 << 31 and any(array["array_uuid"]), "term")
+        need(0 < array["term_members"] < 1 << array["member_count"], "members of the term")
+    else:
+        need(not any(slot[504:512]) and not any(slot[1536:1560]), "no array")
     return {
         "uuid": slot[32:48],
         "generation": u64(slot, 48),
@@ -87,7 +101,8 @@ def superblock(slot: bytes, slot_index: int) -> dict[str, Any]:
         "namespace_serial": text(slot, 392, 40),
         "label": text(slot, 432, 64),
         "scrub_sequence": u64(slot, 496),
-        "reserved": slot[1536:4096],
+        "array": array,
+        "reserved": slot[1560:4096],
     }
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from blockkv.errors import InvalidArgument, NotFormatted, VersionTooNew
 from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES
 from blockkv.format.superblock import (
+    RESERVED_BYTES,
     SUPERBLOCK,
+    Membership,
     Superblock,
     SuperblockFault,
     SuperblockRejected,
@@ -33,9 +35,17 @@ def fault_of(data: bytes, slot_index: int = SLOT) -> SuperblockFault:
     return caught.value.fault
 
 
-def forged(**values: int | bytes) -> bytes:
+MEMBER = Membership(bytes(range(30, 46)), member_count=3, member_index=2, term=7, term_members=0b101)
+
+
+def forged_member(**values: int | bytes) -> bytes:
+    """`forged` for a member of an array."""
+    return forged(superblock(array=MEMBER), **values)
+
+
+def forged(one: Superblock | None = None, /, **values: int | bytes) -> bytes:
     """A slot with some fields overwritten and a right checksum."""
-    data = bytearray(superblock().encode(SLOT))
+    data = bytearray((one or superblock()).encode(SLOT))
     for name, value in values.items():
         field = next(field for field in SUPERBLOCK.fields if field.name == name)
         raw = value.to_bytes(field.size_bytes, "little") if isinstance(value, int) else value
@@ -77,10 +87,20 @@ def test_round_trip_of_any_values(one: Superblock) -> None:
     assert decode(one.encode(slot_index), slot_index) == one
 
 
-def test_everything_in_use_lies_in_the_first_sector() -> None:
+def test_a_member_of_an_array_comes_back() -> None:
+    one = superblock(array=MEMBER)
+    found = decode(one.encode(SLOT), SLOT)
+    assert found == one
+    assert found.array == MEMBER
+    assert int.from_bytes(one.encode(SLOT)[56:64], "little") == 2  # an older version refuses it
+
+
+def test_everything_that_changes_lies_in_the_first_sector() -> None:
     """A drive that writes 512 bytes whole cannot tear a slot into a mixture of two generations."""
     assert SUPERBLOCK.offsets["key_slots"] == 512
     assert not any(superblock().encode(SLOT)[512:])
+    later = dataclasses.replace(MEMBER, term=8, term_members=0b111)
+    assert superblock(array=MEMBER).encode(SLOT)[512:] == superblock(array=later).encode(SLOT)[512:]
 
 
 def test_every_flipped_bit_is_caught() -> None:
@@ -114,8 +134,8 @@ def test_no_two_slots_mean_the_same() -> None:
 def test_a_torn_slot_is_the_old_one_the_new_one_or_nothing() -> None:
     olds = [bytes(PAGE_BYTES), b"\xff" * PAGE_BYTES]
     olds += [one.encode(SLOT) for one in (superblock(generation=2), superblock(label="x"))]
-    olds += [superblock(generation=2, compat=1, reserved=b"\1" * 2560).encode(SLOT)]
-    new = superblock(compat=1, reserved=b"\2" * 2560).encode(SLOT)
+    olds += [superblock(generation=2, compat=1, reserved=b"\1" * RESERVED_BYTES).encode(SLOT)]
+    new = superblock(compat=1, reserved=b"\2" * RESERVED_BYTES).encode(SLOT)
     for old in olds:
         for landed in range(256):
             data = torn(old, new, landed)
@@ -160,7 +180,21 @@ def test_a_torn_slot_is_the_old_one_the_new_one_or_nothing() -> None:
         (forged(clean=2), FAULT.FLAGS),
         (forged(label=b"\xff"), FAULT.TEXT),
         (forged(holder_host=b"\x1b]0;owned\x07"), FAULT.TEXT),
-        (forged(reserved_head=b"\1"), FAULT.RESERVED),
+        (forged(array_term=1), FAULT.RESERVED),
+        (forged(array_term_members=1), FAULT.RESERVED),
+        (forged(array_uuid=b"\1"), FAULT.RESERVED),
+        (forged(array_member_count=2), FAULT.RESERVED),
+        (forged(array_member_index=1), FAULT.RESERVED),
+        (forged(incompat=2), FAULT.ARRAY),
+        (forged_member(array_member_count=1), FAULT.ARRAY),
+        (forged_member(array_member_count=33), FAULT.ARRAY),
+        (forged_member(array_member_index=3), FAULT.ARRAY),
+        (forged_member(array_term=0), FAULT.ARRAY),
+        (forged_member(array_term=1 << 31), FAULT.ARRAY),
+        (forged_member(array_term_members=0), FAULT.ARRAY),
+        (forged_member(array_term_members=8), FAULT.ARRAY),
+        (forged_member(array_uuid=bytes(16)), FAULT.ARRAY),
+        (forged_member(incompat=0), FAULT.RESERVED),
         (forged(key_slots=b"\1"), FAULT.RESERVED),
         (forged(key_canary=b"\1"), FAULT.RESERVED),
         (forged(reserved=b"\1"), FAULT.RESERVED),
@@ -295,16 +329,16 @@ def test_a_later_version_is_recognised_by_the_frozen_part_alone() -> None:
 
 
 def test_unknown_features() -> None:
-    feature = superblock(ro_compat=2, reserved=b"\7" * 2560)
+    feature = superblock(ro_compat=2, reserved=b"\7" * RESERVED_BYTES)
     found = choose(slots(feature))
     assert found.read_only_reason is not None
     assert "ro_compat 0x2" in found.read_only_reason
     assert superblock().read_only_reason is None
-    ignored = superblock(compat=1, reserved=b"\7" * 2560)
+    ignored = superblock(compat=1, reserved=b"\7" * RESERVED_BYTES)
     found = choose(slots(ignored))
     assert found.read_only_reason is None
     carried = dataclasses.replace(found, generation=7)
-    assert choose(slots(carried)).reserved == b"\7" * 2560
+    assert choose(slots(carried)).reserved == b"\7" * RESERVED_BYTES
     assert choose(slots(carried)).compat == 1
 
 

@@ -1,0 +1,110 @@
+"""One member of an open array: a store, and what the array has to know of it beyond what every user may.
+
+Not here: what the array makes of it (`array_store`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from blockkv.device.base import UNIT_BYTES
+from blockkv.errors import DeviceLost
+from blockkv.format.superblock import Membership
+from blockkv.store.store import Store
+
+__all__ = ["Member"]
+
+EVICTABLE_SHARE = 64
+"""What eviction makes room for counts as little beside free space: 1/64 of the data zone."""
+
+
+class Member:
+    """A store that is member `index` of an array. `queued_bytes` and `placed_bytes` are the array's."""
+
+    def __init__(self, index: int, store: Store) -> None:
+        self.index = index
+        self.store = store
+        self.lost = ""
+        """Why it is not used any more; "" while it is."""
+        self.queued_bytes = 0
+        """Payload of puts that it is carrying out."""
+        self.placed_bytes = 0
+        """Payload given to it lately."""
+        self._state = store._state
+        self._lazy_sequence = 0
+
+    @property
+    def path(self) -> str:
+        return self._state.device.path
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether a chunk with this digest is stored. RAM only."""
+        with self._state.lock:
+            return digest in self._state.index
+
+    def claims(self, digest: bytes) -> tuple[bool, bool]:
+        """(whether it holds the key, whether a crash may bring it back although it is deleted), as of now."""
+        with self._state.lock:
+            return digest in self._state.index, self._state.deletes_undurably(digest)
+
+    @property
+    def writable(self) -> bool:
+        """Whether it takes puts: it is not read-only, and no metadata write has failed."""
+        return not (self.lost or self._state.read_only_reason or self._state.log.failure)
+
+    @property
+    def device_is_gone(self) -> bool:
+        """Whether a metadata write failed because the device went away."""
+        return isinstance(self._state.log.failure, DeviceLost)
+
+    @property
+    def data_bytes(self) -> int:
+        return self._state.geometry.data.size_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Free space and, where it may evict, some of what it can make free."""
+        free_bytes = self._state.allocator.free_units * UNIT_BYTES
+        return free_bytes + (self.data_bytes // EVICTABLE_SHARE if self._state.options.evict else 0)
+
+    def digests(self) -> list[bytes]:
+        """The digests of all its chunks."""
+        with self._state.lock:
+            return self._state.index.digests()
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Delete the chunks with these digests that it holds, durably. Raises StoreReadOnly."""
+        with self._state.changing:
+            for digest in digests:
+                entry = self._state.index.get(digest)
+                if entry is not None:
+                    self._state.delete(entry)
+        self.store.commit()
+
+    @property
+    def may_be_inexact(self) -> bool:
+        """Whether it was not closed, or its metadata was damaged: it may hold what it had deleted."""
+        return not self.store.info()["recovery"]["was_clean"] or bool(self.store.findings)
+
+    def acknowledge_lazily(self) -> None:
+        """Note that something was acknowledged that is not durable yet."""
+        with self._state.lock:
+            self._lazy_sequence = self._state.log.newest_log_sequence
+
+    @property
+    def owes(self) -> bool:
+        """Whether something that was acknowledged lazily is not durable."""
+        return self._lazy_sequence > self._state.log.durable_sequence
+
+    def begin_term(self, term: int, term_members: int) -> None:
+        """Write the next term to it. Raises StoreReadOnly."""
+        array = dataclasses.replace(self.membership, term=term, term_members=term_members)
+        self._state.log.renew_superblock(array=array)
+
+    @property
+    def membership(self) -> Membership:
+        """What its superblock says about the array."""
+        found = self._state.log.superblock.array
+        assert found is not None
+        return found
