@@ -174,9 +174,9 @@ def test_architecture_names_every_part() -> None:
 def test_every_counter_is_explained(image_dir: Path) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     explained = set(re.findall(r"`(\w+)`", text.split("## Counters")[1].split("\n## ")[0]))
-    image = image_dir / "kv.img"
-    blockkv.format(image, size="32MiB")
-    with blockkv.open(image) as store:
+    images = [image_dir / "a.img", image_dir / "b.img"]
+    blockkv.format(images, size="32MiB")
+    with blockkv.open(images) as store:
         found = set(store.stats())
     assert found - explained == set()
     assert explained - found <= {"check"}

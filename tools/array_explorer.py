@@ -473,10 +473,10 @@ def _empty_afterwards(found: Any, standing: Any, missing: Any, outdated: Any, op
 
 
 def _no_new_term(found: Any, standing: Any, missing: Any, outdated: Any, options: Any) -> ArrayStore:
-    if standing is not None:
-        there = array_open.set_of(one.place.member_index for one in found)
-        standing = dataclasses.replace(standing, members=there, settled=True)
-    return _OPEN_MEMBERS(found, standing, missing, outdated, options)
+    if standing is None:
+        return _OPEN_MEMBERS(found, standing, missing, outdated, options)
+    with mock.patch.object(array_open, "set_of", return_value=standing.members):
+        return _OPEN_MEMBERS(found, standing, missing, outdated, options)
 
 
 def _lowest(found: Any) -> Any:

@@ -110,6 +110,13 @@ def _superblock_document(found: Superblock | None) -> dict[str, Any] | None:
             for zone in ("checkpoint_a", "checkpoint_b", "journal", "data"):
                 document[f"{zone}_offset_bytes"] = getattr(value, zone).offset_bytes
                 document[f"{zone}_size_bytes"] = getattr(value, zone).size_bytes
+        elif item.name == "array":
+            if found.array is not None:
+                document["array_uuid"] = found.array.array_uuid_text
+                document["array_member_index"] = found.array.member_index
+                document["array_member_count"] = found.array.member_count
+                document["array_term"] = found.array.term
+                document["array_term_members"] = found.array.term_members
         elif item.name not in ("uuid", "reserved"):
             document[item.name] = value.hex() if isinstance(value, bytes) else value
     return document

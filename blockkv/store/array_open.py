@@ -237,8 +237,8 @@ def _open_members(
     place: dict[str, Any] = {}
     if standing is not None:
         there = set_of(one.place.member_index for one in found)
-        changes = there != standing.members or not standing.settled
-        place = {"term": standing.term + changes, "term_members": there}
+        goes_on = there == standing.members and standing.settled and not missing
+        place = {"term": standing.term + (not goes_on), "term_members": there}
     members: list[Member] = []
     try:
         for one in sorted(found, key=lambda one: one.place.member_index):

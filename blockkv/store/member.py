@@ -15,8 +15,9 @@ from blockkv.store.store import Store
 
 __all__ = ["Member"]
 
-EVICTABLE_SHARE = 64
-"""What eviction makes room for counts as little beside free space: 1/64 of the data zone."""
+EVICTABLE_SHARE = 8
+"""What eviction can make room for counts as 1/8 of the data zone: little beside free space, and much beside
+what one round of evictions frees, so that members that are all full get the same."""
 
 
 class Member:

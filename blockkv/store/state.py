@@ -245,7 +245,9 @@ class State:
             self._deletes[digest] = log_sequence
             if len(self._deletes) > self._deletes_limit:
                 durable = self.log.durable_sequence
-                self._deletes = {one: sequence for one, sequence in self._deletes.items() if sequence > durable}
+                self._deletes = {
+                    one: sequence for one, sequence in self._deletes.items() if sequence > durable
+                }
                 self._deletes_limit = DELETES_PRUNED_AT + 2 * len(self._deletes)
         return log_sequence
 
