@@ -70,22 +70,26 @@ def open_any(
     read_only: bool = False,
     evict: bool = True,
     verify: bool = True,
-    engine: Literal["auto", "io_uring", "threads"] = "auto",
+    engine: Literal["auto", "io_uring", "threads", "passthrough"] = "auto",
     depth: int = 256,
     commit_interval_ms: float | None = 10.0,
     discard: bool = False,
+    max_store_bytes: int = 256 << 20,
 ) -> Store:
     """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
 
     `read_only`: nothing is written, not even a superblock. `evict`: make room by dropping the least recently
     used chunks when full, else raise StoreFull. `verify=False` skips the checksum on gets and is meant for
-    measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it. `depth`: requests
+    measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it; "passthrough"
+    sends NVMe commands to a whole namespace, which a path such as /dev/ng0n1 also asks for. `depth`: requests
     in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
     it to `commit`. `discard`: tell the device about freed space, after the delete is durable.
+    `max_store_bytes`: payload of puts that the device may have at once; more wait, or may be dropped.
 
     Several paths, in any order, open the array that was formatted on them. All members have to be there.
     `degraded` does without those that are missing: left out of the list, or their path leads nowhere. What
-    they hold is a miss. Open for writing, it means that they are emptied when they come back.
+    they hold is a miss. Open for writing, it means that they are emptied when they come back. Options count
+    for each member.
 
     Opening costs one read of the checkpoint and of the journal written since, whatever the device's size.
 
@@ -94,7 +98,7 @@ def open_any(
     an array are missing, or of several arrays; a member is opened alone for writing).
     """
     paths = several(path)
-    options = check_options(evict, verify, discard, commit_interval_ms)
+    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes)
     if len(paths) == 1 and not degraded:
         return open_store(
             paths[0],
@@ -105,6 +109,7 @@ def open_any(
             depth=depth,
             commit_interval_ms=commit_interval_ms,
             discard=discard,
+            max_store_bytes=max_store_bytes,
         )
     with interrupts, contextlib.ExitStack() as stack:
         found: list[_Found] = []

@@ -24,6 +24,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,14 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.member import Member
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
-from blockkv.store.store import STORE_THREADS, ChunkInfo, Store, StoreFuture
+from blockkv.store.store import (
+    STORE_THREADS,
+    ChunkInfo,
+    Store,
+    StoreFuture,
+    due_ns,
+    several_keys,
+)
 from blockkv.tensors import Tensors
 
 __all__ = ["ArrayStore"]
@@ -94,6 +102,21 @@ class _Put:
     full: set[int] = field(default_factory=set)
     """Members that had no room for it."""
     refusal: StoreFull | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """How the chunks of one call are to be put."""
+
+    durable: bool
+    droppable: bool
+    deadline_ns: int
+    """In `time.monotonic_ns`; 0: none."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline."""
+        return max(0, self.deadline_ns - time.monotonic_ns()) / 1e9 if self.deadline_ns else None
 
 
 class _Stopped(Exception):
@@ -149,24 +172,46 @@ class ArrayStore(Store):
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def put(self, key: Key, tensors: Tensors, durable: bool = False) -> bool:
-        results, errors = self._put_all([(key, tensors)], durable)
+    def put(
+        self,
+        key: Key,
+        tensors: Tensors,
+        durable: bool = False,
+        *,
+        droppable: bool = False,
+        deadline_s: float | None = None,
+    ) -> bool:
+        results, errors = self._put_all([(key, tensors)], _Wish(durable, droppable, due_ns(deadline_s)))
         if errors:
             raise errors[0]
         return results[0]
 
     def put_many(
-        self, items: Mapping[Any, Tensors] | Iterable[tuple[Key, Tensors]], durable: bool = False
+        self,
+        items: Mapping[Any, Tensors] | Iterable[tuple[Key, Tensors]],
+        durable: bool = False,
+        *,
+        droppable: bool = False,
+        deadline_s: float | None = None,
     ) -> list[bool]:
         pairs = list(items.items() if isinstance(items, Mapping) else items)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
-        results, errors = self._put_all(pairs, durable)
+        results, errors = self._put_all(pairs, _Wish(durable, droppable, due_ns(deadline_s)))
         if errors:
             raise BatchError(results, errors)
         return results
 
-    def submit_put(self, key: Key, tensors: Tensors, durable: bool = False) -> StoreFuture[bool]:
+    def submit_put(
+        self,
+        key: Key,
+        tensors: Tensors,
+        durable: bool = False,
+        *,
+        droppable: bool = False,
+        deadline_s: float | None = None,
+    ) -> StoreFuture[bool]:
+        wish = _Wish(durable, droppable, due_ns(deadline_s))
         with self._lock:
             self._check_open()
             if self._executor is None:
@@ -177,7 +222,10 @@ class ArrayStore(Store):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(self.put(key, tensors, durable))
+                results, errors = self._put_all([(key, tensors)], wish)
+                if errors:
+                    raise errors[0]
+                future.set_result(results[0])
             except BaseException as error:
                 future.set_exception(error)
 
@@ -214,23 +262,35 @@ class ArrayStore(Store):
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def get(self, key: Key, out: Any = None) -> Any:
-        results, errors = self._get_all([key], None if out is None else [out])
+    def get(
+        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
+    ) -> Any:
+        outputs = None if out is None else [out]
+        results, errors = self._get_all([key], outputs, preload, deadline_s)
         if errors:
             raise errors[0]
         return results[0]
 
-    def get_many(self, keys: Iterable[Key], outs: Iterable[Any] | None = None) -> list[Any]:
-        wanted = _several(keys)
+    def get_many(
+        self,
+        keys: Iterable[Key],
+        outs: Iterable[Any] | None = None,
+        *,
+        preload: bool = False,
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        wanted = several_keys(keys)
         outputs = None if outs is None else list(outs)
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
-        results, errors = self._get_all(wanted, outputs)
+        results, errors = self._get_all(wanted, outputs, preload, deadline_s)
         if errors:
             raise BatchError(results, errors)
         return results
 
-    def submit_get(self, key: Key, out: Any = None) -> StoreFuture[Any]:
+    def submit_get(
+        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
+    ) -> StoreFuture[Any]:
         future: StoreFuture[Any] = StoreFuture()
         future.set_running_or_notify_cancel()
         miss = None if out is None else False
@@ -255,7 +315,9 @@ class ArrayStore(Store):
             self._enter()
             try:
                 member = self._holder(digest)
-                inner = None if member is None else member.store.submit_get(key, out)
+                inner: StoreFuture[Any] | None = None
+                if member is not None:
+                    inner = member.store.submit_get(key, out, preload=preload, deadline_s=deadline_s)
             except BaseException:
                 self._leave()
                 raise
@@ -276,7 +338,7 @@ class ArrayStore(Store):
     def lookup(self, keys: Iterable[Key]) -> int:
         self._check_open()
         length = 0
-        for key in _several(keys):
+        for key in several_keys(keys):
             if self._holder(key_digest(encode_key(key))) is None:
                 break
             length += 1
@@ -593,7 +655,7 @@ class ArrayStore(Store):
     # -- puts ------------------------------------------------------------------------------------------
 
     def _put_all(
-        self, pairs: list[tuple[Key, Tensors]], durable: bool
+        self, pairs: list[tuple[Key, Tensors]], wish: _Wish
     ) -> tuple[list[bool], dict[int, BlockKVError]]:
         results = [False] * len(pairs)
         errors: dict[int, BlockKVError] = {}
@@ -609,9 +671,9 @@ class ArrayStore(Store):
             own: set[bytes] = set()
             try:
                 while waiting:
-                    assigned, postponed = self._assign(waiting, own, durable, errors)
+                    assigned, postponed = self._assign(waiting, own, wish.durable, errors)
                     self._begin_term_if_due()
-                    waiting = self._carry_out(assigned, own, durable, results, errors) + postponed
+                    waiting = self._carry_out(assigned, own, wish, results, errors) + postponed
             finally:
                 self._give_up(own, set(own))
         return results, errors
@@ -705,12 +767,12 @@ class ArrayStore(Store):
         self,
         assigned: dict[Member, list[_Put]],
         own: set[bytes],
-        durable: bool,
+        wish: _Wish,
         results: list[bool],
         errors: dict[int, BlockKVError],
     ) -> list[_Put]:
         """Put on all members at once. Returns what has to go to another one; its keys stay claimed."""
-        calls = [functools.partial(_put_on, member, puts, durable) for member, puts in assigned.items()]
+        calls = [functools.partial(_put_on, member, puts, wish) for member, puts in assigned.items()]
         try:
             outcomes = self._at_once(self._writers, calls)
         finally:
@@ -734,7 +796,7 @@ class ArrayStore(Store):
                 else:
                     errors[put.position] = result
                 done.add(put.digest)
-            if not durable:
+            if not wish.durable:
                 member.acknowledge_lazily()
         self._give_up(own, done)
         return again
@@ -760,8 +822,13 @@ class ArrayStore(Store):
     # -- gets ------------------------------------------------------------------------------------------
 
     def _get_all(
-        self, keys: Sequence[Key], outputs: Sequence[Any] | None
+        self,
+        keys: Sequence[Key],
+        outputs: Sequence[Any] | None,
+        preload: bool,
+        deadline_s: float | None,
     ) -> tuple[list[Any], dict[int, BlockKVError]]:
+        due_ns(deadline_s)  # refuses what is none, also where no member is asked
         miss = None if outputs is None else False
         results: list[Any] = [miss] * len(keys)
         errors: dict[int, BlockKVError] = {}
@@ -786,6 +853,8 @@ class ArrayStore(Store):
                     member,
                     [keys[position] for position in positions],
                     None if outputs is None else [outputs[position] for position in positions],
+                    preload,
+                    deadline_s,
                 )
                 for member, positions in wanted.items()
             ]
@@ -938,18 +1007,27 @@ class _JointProgress:
         return progress
 
 
-def _put_on(member: Member, puts: Sequence[_Put], durable: bool) -> list[bool | BlockKVError]:
+def _put_on(member: Member, puts: Sequence[_Put], wish: _Wish) -> list[bool | BlockKVError]:
+    pairs = [(put.key, put.value) for put in puts]
     try:
-        return list(member.store.put_many([(put.key, put.value) for put in puts], durable))
+        return list(
+            member.store.put_many(pairs, wish.durable, droppable=wish.droppable, deadline_s=wish.left_s)
+        )
     except BatchError as error:
         return [error.errors.get(number, bool(result)) for number, result in enumerate(error.results)]
     except BlockKVError as error:
         return [error] * len(puts)
 
 
-def _get_on(member: Member, keys: Sequence[Key], outputs: Sequence[Any] | None) -> list[Any]:
+def _get_on(
+    member: Member,
+    keys: Sequence[Key],
+    outputs: Sequence[Any] | None,
+    preload: bool,
+    deadline_s: float | None,
+) -> list[Any]:
     try:
-        return member.store.get_many(keys, outputs)
+        return member.store.get_many(keys, outputs, preload=preload, deadline_s=deadline_s)
     except BatchError as error:
         return [error.errors.get(number, result) for number, result in enumerate(error.results)]
     except BlockKVError as error:
@@ -977,9 +1055,3 @@ def _rough_bytes(value: Any) -> int:
         return int(value.nbytes) if hasattr(value, "nbytes") else len(value)
     except (TypeError, ValueError):
         return 0
-
-
-def _several(keys: Iterable[Key]) -> list[Key]:
-    if isinstance(keys, (str, bytes)):
-        raise InvalidArgument("one key was given where several are expected; put it into a list")
-    return list(keys)

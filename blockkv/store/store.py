@@ -160,7 +160,7 @@ class Store:
 
         Raises InvalidArgument (key, tensor), StoreFull, StoreReadOnly, StoreClosed, DeviceError.
         """
-        results, errors = self._put([(key, tensors)], durable, droppable, _deadline_ns(deadline_s))
+        results, errors = self._put([(key, tensors)], durable, droppable, due_ns(deadline_s))
         if errors:
             raise errors[0]
         return results[0]
@@ -181,7 +181,7 @@ class Store:
         pairs = list(items.items() if isinstance(items, Mapping) else items)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
-        results, errors = self._put(pairs, durable, droppable, _deadline_ns(deadline_s))
+        results, errors = self._put(pairs, durable, droppable, due_ns(deadline_s))
         if errors:
             raise BatchError(results, errors)
         return results
@@ -196,7 +196,7 @@ class Store:
         deadline_s: float | None = None,
     ) -> StoreFuture[bool]:
         """`put` in the background, on one of a few threads. The future can be waited for or awaited."""
-        deadline_ns = _deadline_ns(deadline_s)
+        deadline_ns = due_ns(deadline_s)
         with self._state.lock:
             self._check_open()
             if self._executor is None:
@@ -263,7 +263,7 @@ class Store:
         Raises LayoutMismatch (nothing was written to `out`), InvalidArgument, DeviceLost, StoreClosed.
         """
         outputs = None if out is None else [out]
-        results, errors = self._get([key], outputs, preload, _deadline_ns(deadline_s))
+        results, errors = self._get([key], outputs, preload, due_ns(deadline_s))
         if errors:
             raise errors[0]
         return results[0]
@@ -280,11 +280,11 @@ class Store:
 
         Raises BatchError, after its neighbours were read, when some failed; a miss is not a failure.
         """
-        wanted = _several(keys)
+        wanted = several_keys(keys)
         outputs = None if outs is None else list(outs)
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
-        results, errors = self._get(wanted, outputs, preload, _deadline_ns(deadline_s))
+        results, errors = self._get(wanted, outputs, preload, due_ns(deadline_s))
         if errors:
             raise BatchError(results, errors)
         return results
@@ -296,7 +296,7 @@ class Store:
 
         Its callbacks run on the device's completion thread and must not block.
         """
-        deadline_ns = _deadline_ns(deadline_s)
+        deadline_ns = due_ns(deadline_s)
         future: StoreFuture[Any] = StoreFuture()
         future.set_running_or_notify_cancel()
 
@@ -334,7 +334,7 @@ class Store:
         """How many of `keys`, from the first on, are stored without a gap. RAM only."""
         self._check_open()
         length = 0
-        for key in _several(keys):
+        for key in several_keys(keys):
             if not self.contains(key):
                 break
             length += 1
@@ -739,7 +739,7 @@ COUNTERS = (
 """Counters of `Store.stats`, named after the place where something was found."""
 
 
-def _deadline_ns(deadline_s: float | None) -> int:
+def due_ns(deadline_s: float | None) -> int:
     """The moment so many seconds from now, in `time.monotonic_ns`; 0 for None."""
     if deadline_s is None:
         return 0
@@ -748,7 +748,8 @@ def _deadline_ns(deadline_s: float | None) -> int:
     return time.monotonic_ns() + int(deadline_s * 1e9) + 1
 
 
-def _several(keys: Iterable[Key]) -> list[Key]:
+def several_keys(keys: Iterable[Key]) -> list[Key]:
+    """Keys as a list. Raises InvalidArgument for a single one."""
     if isinstance(keys, (str, bytes)):
         raise InvalidArgument("one key was given where several are expected; put it into a list")
     return list(keys)

@@ -32,6 +32,7 @@ from blockkv.errors import (
 )
 from blockkv.store import store as store_module
 from blockkv.store.array_store import ArrayStore
+from blockkv.store.store import open_store
 from blockkv.testing import Crash, Fault, FaultKind, FaultPlan, OperationKind, SimulatedDevice, crash_clone
 
 SIZE_BYTES = 32 << 20
@@ -103,6 +104,27 @@ def test_an_array_has_every_method_of_a_store() -> None:
             assert [*ours.parameters] == [*theirs.parameters], name
             defaults = [one.default for one in ours.parameters.values()]
             assert defaults == [one.default for one in theirs.parameters.values()], name
+
+
+def test_an_array_is_opened_with_every_option_of_a_store() -> None:
+    ours, theirs = inspect.signature(blockkv.open).parameters, inspect.signature(open_store).parameters
+    assert {name: one.default for name, one in theirs.items()} == {
+        name: one.default for name, one in ours.items() if name != "degraded"
+    }
+
+
+def test_deadlines_and_droppable_puts_reach_the_members() -> None:
+    with open_array(simulated()) as store:
+        assert store.put("late", b"late", deadline_s=0) is False
+        assert store.stats()["put_dropped"] == 1
+        assert store.put("in time", b"in time", droppable=True, deadline_s=60)
+        assert store.submit_put("later", b"later", droppable=True, deadline_s=60).result()
+        assert store.get("in time", deadline_s=0) is None
+        assert store.stats()["get_deadline"] == 1
+        assert bytes_of(store.get("in time", preload=True, deadline_s=60)) == b"in time"
+        assert bytes_of(store.submit_get("in time", preload=True, deadline_s=60).result()) == b"in time"
+        with pytest.raises(InvalidArgument):
+            store.get_many(["elsewhere"], deadline_s=-1)
 
 
 @pytest.mark.requires_root
