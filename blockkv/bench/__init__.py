@@ -1,6 +1,6 @@
 """Measuring a store beside fio, on the same device and in the same minutes.
 
-`device`   a device in memory held to the speed of a given drive
+`device`   devices to measure on: in memory held to the speed of a given drive, on a disk, divided
 `fio`      runs fio and reads its report
 `compare`  interleaved pairs of store and fio, ratios with their spread
 

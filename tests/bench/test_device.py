@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blockkv.bench.device import paced_device
+from blockkv.bench.device import loop_device, paced_device, partitions, write_throughout
 from blockkv.bench.fio import Shape, run
 from blockkv.errors import DeviceError
 
@@ -34,6 +34,13 @@ def test_reads_and_writes_run_at_the_given_speeds() -> None:
         write = run(device.path, "write", SHAPE, size_bytes=SIZE_BYTES, seconds=1)
     assert read.gb_per_s == pytest.approx(0.4, rel=0.15)
     assert write.gb_per_s == pytest.approx(0.2, rel=0.15)
+
+
+def test_large_requests_run_at_the_given_speed_too() -> None:
+    large = Shape(4 << 20, 4)
+    with paced_device(SIZE_BYTES, 400_000_000, 400_000_000, large_requests=True) as device, device.joined():
+        read = run(device.path, "read", large, size_bytes=SIZE_BYTES, seconds=1)
+    assert read.gb_per_s == pytest.approx(0.4, rel=0.15)  # half of it, were they charged twice
 
 
 def test_only_processes_that_joined_are_paced() -> None:
@@ -86,6 +93,57 @@ def test_nothing_is_left_behind_by_a_killed_process() -> None:
     while is_attached(device) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_attached(device)
+
+
+def test_a_device_of_two_layers_leaves_nothing_either() -> None:
+    with paced_device(SIZE_BYTES, 10**9, 10**9, large_requests=True) as device:
+        below = Path("/sys/block", device.path.name, "loop/backing_file").read_text().strip()
+        assert is_attached(Path(below))
+    assert not is_attached(device.path)
+    assert not is_attached(Path(below))
+    assert not device.cgroup.exists()
+
+
+def test_a_loop_device_over_a_file_on_a_disk(tmp_path: Path) -> None:
+    with loop_device(tmp_path, SIZE_BYTES, 512) as device:
+        assert is_attached(device)
+        assert not list(tmp_path.iterdir())  # unlinked: nothing is left if the process is killed
+        with device.open("rb") as file:
+            assert len(set(file.read(4096))) > 200
+    assert not is_attached(device)
+
+
+def test_partitions_are_where_they_should_be_and_go_away(tmp_path: Path) -> None:
+    mebibyte = 1 << 20
+    with loop_device(tmp_path, SIZE_BYTES) as device:
+        with partitions(device, [mebibyte + 4096, 2 * mebibyte]) as (first, second):
+            second.write_bytes(b"second")
+            first.write_bytes(b"first")
+            sizes = [int(Path("/sys/class/block", part.name, "size").read_text()) for part in (first, second)]
+            assert sizes == [(mebibyte + 4096) // 512, 2 * mebibyte // 512]
+        assert not first.exists() or not first.is_block_device()
+        with device.open("rb") as file:
+            file.seek(mebibyte)
+            assert file.read(5) == b"first"
+            file.seek(3 * mebibyte)
+            assert file.read(6) == b"second"
+
+
+def test_partitions_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with loop_device(tmp_path, SIZE_BYTES) as device:
+        refusal = rf"has {SIZE_BYTES} bytes, these partitions need {SIZE_BYTES + (1 << 20)}"
+        with pytest.raises(DeviceError, match=refusal), partitions(device, [SIZE_BYTES]):
+            pass
+
+
+def test_writing_throughout_ends_where_it_is_told(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    image.write_bytes(bytes(12 << 20))
+    write_throughout(image, 10 << 20)
+    content = image.read_bytes()
+    assert len(content) == 12 << 20
+    assert content.count(0, 0, 10 << 20) < 10 << 13
+    assert content[10 << 20 :] == bytes(2 << 20)
 
 
 def test_more_than_there_is_memory_for_is_refused_with_the_numbers() -> None:
