@@ -7,15 +7,22 @@
     after = crash_clone(device, random.Random(7))    # one state a power cut, now, could leave behind
 
 `SimulatedDevice` is a `blockkv.device.base.Device`: a store runs on it unchanged. The faults it models
-are described in `blockkv.device.simulated`. `histories()` needs the `hypothesis` package.
+are described in `blockkv.device.simulated`. `histories()` needs the `hypothesis` package. `RecordingDevice`
+tells what a store writes, flushes and discards on a real device.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blockkv.device import namespace
+from blockkv.device.base import Batch, Device, Direction
+from blockkv.device.engine import NativeDevice
 from blockkv.device.simulated import (
     Crash,
     Fault,
@@ -37,6 +44,7 @@ __all__ = [
     "FaultPlan",
     "Operation",
     "OperationKind",
+    "RecordingDevice",
     "SimulatedDevice",
     "Step",
     "crash_clone",
@@ -44,6 +52,79 @@ __all__ = [
     "mixtures",
     "payload",
 ]
+
+
+class RecordingDevice(Device):
+    """A real device, or any other `Device`, that tells of every write, flush and discard when it is asked
+    for.
+
+    `record` gets the kind, the offset and the length in bytes (0 and 0 for a flush), one call for each extent
+    of a write, one call at a time, on whatever thread asks. It must not use the store. With `keep_discards`
+    they are recorded and not passed on: what a store would have discarded, on a device that stays as it is.
+
+        blockkv.format(path)
+        with blockkv.open(RecordingDevice(path, record), discard=True) as store: ...
+
+    Opens a path as `blockkv.open` does, with its defaults and its exceptions.
+    """
+
+    def __init__(
+        self,
+        device: Device | str | os.PathLike[str],
+        record: Callable[[OperationKind, int, int], None],
+        *,
+        keep_discards: bool = False,
+    ) -> None:
+        if not isinstance(device, Device):
+            descriptor, canonical, limits = namespace.open_namespace(device)
+            device = NativeDevice(descriptor, canonical, limits)
+        self._device = device
+        self._record = record
+        self._keep_discards = keep_discards
+        self._lock = threading.Lock()
+        self.path = device.path
+        self.limits = device.limits
+
+    @property
+    def engine_name(self) -> str:
+        return self._device.engine_name
+
+    @property
+    def engine_reason(self) -> str:
+        return self._device.engine_reason
+
+    def submit(self, batch: Batch) -> None:
+        if batch.direction is Direction.WRITE:
+            with self._lock:
+                for index in range(0, len(batch.extents), 2):
+                    self._record(OperationKind.WRITE, batch.extents[index], batch.extents[index + 1])
+        self._device.submit(batch)
+
+    def wait(self, batch: Batch) -> None:
+        self._device.wait(batch)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._record(OperationKind.FLUSH, 0, 0)
+        self._device.flush()
+
+    def discard(self, offset_bytes: int, length_bytes: int) -> None:
+        with self._lock:
+            self._record(OperationKind.DISCARD, offset_bytes, length_bytes)
+        if not self._keep_discards:
+            self._device.discard(offset_bytes, length_bytes)
+
+    def register(self, address: int, length_bytes: int) -> int:
+        return self._device.register(address, length_bytes)
+
+    def unregister(self, handle: int) -> None:
+        self._device.unregister(handle)
+
+    def counters(self) -> dict[str, int]:
+        return self._device.counters()
+
+    def close(self) -> None:
+        self._device.close()
 
 
 def crash_clone(
