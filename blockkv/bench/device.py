@@ -148,9 +148,9 @@ def partitions(device: Path, sizes_bytes: Sequence[int]) -> Iterator[list[Path]]
             _partition_tool("delpart", device, number)
 
 
-def write_throughout(device: Path, size_bytes: int) -> None:
-    """Write the first `size_bytes` once: what was discarded a drive reads without touching its flash, and a
-    file in memory has to make room for at the next write.
+def write_throughout(device: Path, size_bytes: int, offset_bytes: int = 0) -> None:
+    """Write `size_bytes` from `offset_bytes` on, once: what was discarded a drive reads without touching its
+    flash, and a file in memory has to make room for at the next write.
 
     Raises DeviceError when the device ends before that.
     """
@@ -160,7 +160,7 @@ def write_throughout(device: Path, size_bytes: int) -> None:
         try:
             for start in range(0, size_bytes, FILL_BYTES):
                 with memoryview(pattern)[: size_bytes - start] as piece:
-                    os.pwrite(descriptor, piece, start)
+                    os.pwrite(descriptor, piece, offset_bytes + start)
         except OSError as error:
             raise DeviceError(f"{device}: writing {size_bytes} bytes: {error}", error.errno) from error
         finally:
