@@ -16,7 +16,7 @@ import json
 import lzma
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SHIPPED_TRACE = "mooncake_conversation_1024.jsonl.xz"
 BATCH_CHUNKS = 64
 """Chunks of one get_many or put_many call: enough to fill the device's queue, little enough memory."""
+PERCENTILES = (50, 90, 99, 99.9)
 WORD_BYTES = 8
 PATTERN_SEED = 0x626C6F636B6B76
 
@@ -164,6 +165,10 @@ class ReplayReport:
     cpu_s: float = 0.0
     """Processor seconds of the whole process, all threads, inside the store's calls."""
     wall_s: float = 0.0
+    get_call_s: list[float] = field(default_factory=list)
+    """How long each `get_many` took, of up to `BATCH_CHUNKS` chunks."""
+    prefix_s: list[float] = field(default_factory=list)
+    """How long each request that had a stored prefix waited for it: its lookup and all its gets."""
 
     @property
     def hit_rate(self) -> float:
@@ -184,7 +189,11 @@ class ReplayReport:
         """All figures and the rates derived from them, ready for JSON. GB is 10^9 bytes."""
         moved_gb = (self.get_bytes + self.put_bytes) / 1e9
         return {
-            **{name: getattr(self, name) for name in self.__slots__},
+            **{
+                name: getattr(self, name) for name in self.__slots__ if name not in ("get_call_s", "prefix_s")
+            },
+            "get_call_ms": percentiles_ms(self.get_call_s),
+            "prefix_ms": percentiles_ms(self.prefix_s),
             "hit_rate": self.hit_rate,
             "get_bytes": self.get_bytes,
             "put_bytes": self.put_bytes,
@@ -192,6 +201,42 @@ class ReplayReport:
             "put_gb_per_s": self.put_bytes / 1e9 / self.put_s if self.put_s else 0.0,
             "cpu_s_per_gb": self.cpu_s / moved_gb if moved_gb else 0.0,
         }
+
+
+def percentiles_ms(durations_s: Sequence[float]) -> dict[str, float]:
+    """The median, 90, 99 and 99.9 % and the longest, in milliseconds; empty when there was none."""
+    if not durations_s:
+        return {}
+    found = np.percentile(durations_s, PERCENTILES) * 1000
+    names = [f"p{percentile:g}" for percentile in PERCENTILES]
+    return {**dict(zip(names, found.tolist(), strict=True)), "max": max(durations_s) * 1000}
+
+
+def replay_and_report(
+    store: blockkv.Store,
+    requests: Sequence[Request],
+    chunk_bytes: int,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """`replay`, with what the trace asks for and what it did to the store: evictions and bytes on the
+    device.
+    """
+    asked = footprint(requests)
+    before = store.stats()
+    report = replay(store, requests, chunk_bytes, progress=progress)
+    after = store.stats()
+    counted = {
+        name: after.get(name, 0) - before.get(name, 0)
+        for name in ("chunks_evicted", "bytes_evicted", "device_write_bytes", "device_read_bytes")
+    }
+    return {
+        **report.to_dict(),
+        **counted,
+        "distinct_count": asked.distinct_count,
+        "footprint_bytes": asked.distinct_count * chunk_bytes,
+        "infinite_hit_rate": asked.infinite_hit_rate,
+    }
 
 
 def replay(
@@ -218,9 +263,13 @@ def replay(
         report.reference_count += len(keys)
         started = time.perf_counter()
         found = store.lookup(keys)
-        report.lookup_s += time.perf_counter() - started
+        lookup_s = time.perf_counter() - started
+        report.lookup_s += lookup_s
+        earlier_s = report.get_s
         for batch in _batches(keys[:found]):
             _get(store, batch, arena, pattern, report)
+        if found:
+            report.prefix_s.append(lookup_s + report.get_s - earlier_s)
         for batch in _batches(keys[found:]):
             _put(store, batch, arena, pattern, report)
         if progress is not None:
@@ -250,7 +299,8 @@ def _get(
     outs = arena[: len(keys)]
     started, cpu_started = time.perf_counter(), time.process_time()
     hits = store.get_many(keys, outs)
-    report.get_s += time.perf_counter() - started
+    report.get_call_s.append(time.perf_counter() - started)
+    report.get_s += report.get_call_s[-1]
     report.cpu_s += time.process_time() - cpu_started
     for key, chunk, hit in zip(keys, outs, hits, strict=True):
         if not hit:

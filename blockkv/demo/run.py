@@ -129,23 +129,10 @@ def _remove_leftovers(cache: Path) -> None:
 def _replay(
     path: str, requests: list[replays.Request], chunk_bytes: int, progress: Progress
 ) -> dict[str, Any]:
-    asked = replays.footprint(requests)
     with blockkv.open(path) as store:
-        before = store.stats()
-        report = replays.replay(
+        return replays.replay_and_report(
             store,
             requests,
             chunk_bytes,
             progress=lambda done, total: progress("trace: requests", done, total),
         )
-        after = store.stats()
-    evictions = {
-        name: after.get(name, 0) - before.get(name, 0) for name in ("chunks_evicted", "bytes_evicted")
-    }
-    return {
-        **report.to_dict(),
-        **evictions,
-        "distinct_count": asked.distinct_count,
-        "footprint_bytes": asked.distinct_count * chunk_bytes,
-        "infinite_hit_rate": asked.infinite_hit_rate,
-    }

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LoopDevices
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tools"))
@@ -185,7 +184,7 @@ def test_what_a_peer_did_not_read_is_noticed(image_dir: Path, monkeypatch: pytes
 
 @pytest.mark.requires_root
 @pytest.mark.requires_tool("mkfs.ext4")
-def test_a_get_is_cold_or_refused(loop_device: LoopDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_get_is_cold_or_refused(loop_device: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with peer_compare.file_system(loop_device(64 * MEBIBYTE)) as directory:
         work = Work(request(directory))
         work.put(0, durable=False)
