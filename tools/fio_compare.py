@@ -1,53 +1,38 @@
 #!/usr/bin/env python3
-"""Throughput and CPU of a store beside fio, on a device or on a paced one in memory.
+"""Throughput and CPU of a store beside fio, on a device or on one made for it.
 
     tools/fio_compare.py --paced                    a device in memory, held to a drive's speed (root)
     tools/fio_compare.py /dev/nvme0n1p4 --force     a real one; EVERYTHING ON IT IS DESTROYED
+    tools/fio_compare.py --paced --stress --hours 8
 
 The table goes to the terminal, with --json one document to standard output. See `blockkv.bench.compare` for
-what exactly is measured.
+what exactly is measured, and `blockkv.bench.stress` for --stress: fio and the store in turn, every byte
+verified on both sides, errors counted, and how their ratio develops. That exits with 1 when there was an
+error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
-import platform
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import bench_tool
 import click
+from bench_tool import DeviceOptions, OutputOptions, Target
 from rich.console import Console
 from rich.table import Table
 
 from blockkv.bench.compare import CaseResult, Settings, ShapeResult, compare, plan_cases
-from blockkv.bench.device import PacedDevice, paced_device
-from blockkv.errors import BlockKVError
+from blockkv.bench.stress import Cycle, StressSettings, drift, error_count, stress
 
 PACE_REACHED = 0.97
 """Below this share of the asked speed the CPU, not the paced device, is the limit."""
+CYCLES_SHOWN = 24
 
 
-TABLE_CHARS = 124
-"""Squeezed into less the table has to be read letter by letter; let the terminal wrap it instead."""
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("device", required=False, type=click.Path(exists=True))
-@click.option("--paced", is_flag=True, help="Make a throttled device in memory and use that.")
-@click.option("--size-gib", default=6.0, show_default=True, help="Size of the paced device.")
-@click.option("--read-gb-s", default=7.0, show_default=True, help="Read speed of the paced device.")
-@click.option("--write-gb-s", default=4.9, show_default=True, help="Write speed of the paced device.")
-@click.option(
-    "--sector-bytes", default=4096, show_default=True, help="Logical block size of the paced device."
-)
-@click.option("--force", is_flag=True, help="Destroy what is on DEVICE.")
+@bench_tool.benchmark(size_gib=6.0)
 @click.option("--op", "ops", multiple=True, type=click.Choice(["get", "put"]), default=["get", "put"])
 @click.option("--chunk-mib", "chunk_mib", multiple=True, type=int, default=[2, 8, 32], show_default=True)
 @click.option("--batch-mib", default=64, show_default=True, help="Payload of one call.")
@@ -56,16 +41,13 @@ TABLE_CHARS = 124
 @click.option("--pairs", default=5, show_default=True, help="Interleaved pairs of fio and store per case.")
 @click.option("--seconds", default=1.5, show_default=True, help="Length of one run.")
 @click.option("--equal-memory", is_flag=True, help="Deepen fio's queue until its buffers equal one call's.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw the ratios into this file (matplotlib).")
+@click.option(
+    "--stress", "stressing", is_flag=True, help="Instead: both in turn for --hours, every byte verified."
+)
+@click.option("--hours", default=1.0, show_default=True, help="Length of --stress.")
 def main(
-    device: str | None,
-    paced: bool,
-    size_gib: float,
-    read_gb_s: float,
-    write_gb_s: float,
-    sector_bytes: int,
-    force: bool,
+    on: DeviceOptions,
+    to: OutputOptions,
     ops: tuple[Any, ...],
     chunk_mib: tuple[int, ...],
     batch_mib: int,
@@ -74,15 +56,14 @@ def main(
     pairs: int,
     seconds: float,
     equal_memory: bool,
-    as_json: bool,
-    plot: str | None,
+    stressing: bool,
+    hours: float,
 ) -> None:
-    """Compare a store with fio on DEVICE, which is formatted and overwritten, or on a paced one."""
-    if paced == (device is not None):
-        raise click.UsageError("name a DEVICE, or give --paced, and not both")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console = Console(stderr=as_json)
-    console.width = max(console.width, TABLE_CHARS)
+    """Compare a store with fio on DEVICE, which is formatted and overwritten, or on one made for it."""
+    if stressing:
+        _stress(on, to, StressSettings(hours, batch_bytes=batch_mib << 20))
+        return
+    console = to.console()
     cases = plan_cases(
         ops=ops,
         chunk_sizes_bytes=[mib << 20 for mib in chunk_mib],
@@ -91,43 +72,102 @@ def main(
         memory=["huge", "ordinary"] if memory == "both" else [memory],  # type: ignore[list-item]
     )
     settings = Settings(pairs=pairs, seconds=seconds, equal_memory=equal_memory)
-    try:
-        with _target(device, paced, size_gib, read_gb_s, write_gb_s, sector_bytes) as (path, pace):
-            if pace is None:
-                console.print(f"[bold]{path} is formatted and overwritten, unless it is refused.[/bold]")
-            may_overwrite = force or pace is not None
-            shapes, results = compare(
-                path, cases, settings, lambda found: _announce(console, found), force=may_overwrite
-            )
-            described = _describe(path, pace, shapes)
-    except BlockKVError as error:
-        raise click.ClickException(str(error)) from error
-    if as_json:
-        click.echo(json.dumps(_document(described, shapes, results), indent=2))
+    with on.target() as target:
+        _warn(console, target)
+        shapes, results = compare(
+            target.path, cases, settings, lambda found: _announce(console, found), force=target.force
+        )
+        described = _describe(target, shapes)
+    to.document(_document(described, shapes, results))
     console.print(_table(results))
     if described.get("pace_reached") is False:
         console.print(
             "fio did not reach the pace: the CPU was the limit. Lower --read-gb-s and --write-gb-s, "
             "or see with --equal-memory what fio does without its buffers in the CPU's cache."
         )
-    if plot:
-        _plot(results, plot)
+    to.draw(lambda figure: _draw(figure, results), height_in=0.35 * len(results) + 1.5)
 
 
-@contextlib.contextmanager
-def _target(
-    device: str | None, paced: bool, size_gib: float, read_gb_s: float, write_gb_s: float, sector_bytes: int
-) -> Iterator[tuple[Path, PacedDevice | None]]:
-    if not paced:
-        assert device is not None
-        yield Path(device), None
-        return
-    size_bytes = int(size_gib * (1 << 30))
-    with (
-        paced_device(size_bytes, int(read_gb_s * 1e9), int(write_gb_s * 1e9), sector_bytes) as pace,
-        pace.joined(),
+def _stress(on: DeviceOptions, to: OutputOptions, settings: StressSettings) -> None:
+    """Cycles of fio and store; exits with 1 when either found an error."""
+    console = to.console()
+    with on.target() as target, bench_tool.progress_bar(settings.hours) as advance:
+        _warn(console, target)
+
+        def announce(cycle: Cycle) -> None:
+            what = f"cycle {cycle.number}, {cycle.errors} errors in it"
+            advance(what, min(settings.hours, cycle.elapsed_s / 3600))
+
+        cycles = stress(target.path, settings, announce, force=target.force)
+        described = target.described | {"fio": _fio_version()}
+    drifts = {
+        "put_ratio": drift([cycle.put_ratio for cycle in cycles]),
+        "get_ratio": drift([cycle.get_ratio for cycle in cycles]),
+    }
+    to.document(
+        {
+            "device": described,
+            "settings": dataclasses.asdict(settings),
+            "cycles": [
+                dataclasses.asdict(cycle)
+                | {"put_ratio": cycle.put_ratio, "get_ratio": cycle.get_ratio, "errors": cycle.errors}
+                for cycle in cycles
+            ],
+            "drift": drifts,
+            "errors": error_count(cycles),
+        }
+    )
+    console.print(_cycle_table(cycles))
+    for name, value in drifts.items():
+        shown = "unknown after so few cycles" if value is None else f"{value:.3f}"
+        console.print(f"{name}, last quarter per first quarter: {shown}", highlight=False)
+    console.print(f"{len(cycles)} cycles, {error_count(cycles)} errors", highlight=False)
+    for cycle in cycles:
+        for failure in cycle.failures:
+            console.print(f"cycle {cycle.number}: {failure}", highlight=False, markup=False)
+    to.draw(lambda figure: _draw_cycles(figure, cycles))
+    if error_count(cycles):
+        sys.exit(1)
+
+
+def _cycle_table(cycles: list[Cycle]) -> Table:
+    """A line a cycle; of many, some evenly spaced, and every one with an error."""
+    table = Table(title="fio and blockkv in turn, every byte verified; GB/s")
+    for heading in ("cycle", "hours", "put", "fio write", "ratio", "get", "fio read", "ratio", "errors"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    step = -(-len(cycles) // CYCLES_SHOWN)
+    for index, cycle in enumerate(cycles):
+        if index % step == 0 or cycle.errors or index == len(cycles) - 1:
+            values = (cycle.put_gb_per_s, cycle.fio_write_gb_per_s, cycle.put_ratio)
+            values += (cycle.get_gb_per_s, cycle.fio_read_gb_per_s, cycle.get_ratio)
+            cells = ["-" if value is None else f"{value:.2f}" for value in values]
+            table.add_row(str(cycle.number), f"{cycle.elapsed_s / 3600:.2f}", *cells, str(cycle.errors))
+    return table
+
+
+def _draw_cycles(figure: Any, cycles: list[Cycle]) -> None:
+    """Both ratios over time, and where there were errors."""
+    axes = figure.subplots()
+    hours = [cycle.elapsed_s / 3600 for cycle in cycles]
+    for name, ratios in (
+        ("put / verified write", [cycle.put_ratio for cycle in cycles]),
+        ("get / verified read", [cycle.get_ratio for cycle in cycles]),
     ):
-        yield pace.path, pace
+        axes.plot(
+            hours, [float("nan") if ratio is None else ratio for ratio in ratios], marker=".", label=name
+        )
+    for hour, cycle in zip(hours, cycles, strict=True):
+        if cycle.errors:
+            axes.axvline(hour, color="red", linewidth=1)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("hours")
+    axes.set_ylabel("blockkv / fio; red: errors")
+    axes.legend()
+
+
+def _warn(console: Console, target: Target) -> None:
+    if target.pace is None:
+        console.print(f"[bold]{target.path} is formatted and overwritten, unless it is refused.[/bold]")
 
 
 def _announce(console: Console, found: ShapeResult | CaseResult) -> None:
@@ -148,27 +188,19 @@ def _megabytes(result: CaseResult) -> str:
     return f"{case.chunk_bytes >> 20} MiB x {case.chunks_per_call}, {checked}, {case.memory} pages"
 
 
-def _describe(path: Path, pace: PacedDevice | None, shapes: list[ShapeResult]) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "path": str(path),
-        "kernel": platform.release(),
-        "cpu_count": os.cpu_count(),
-        "fio": subprocess.run(
-            ["fio", "--version"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
-    }
-    if pace is not None:
-        speeds = {"get": pace.read_bytes_per_s / 1e9, "put": pace.write_bytes_per_s / 1e9}
-        described |= {
-            "size_bytes": pace.size_bytes,
-            "paced_read_gb_per_s": speeds["get"],
-            "paced_write_gb_per_s": speeds["put"],
-            "pace_reached": all(
-                max(shape.gb_per_s for shape in shapes if shape.op == op) >= PACE_REACHED * speeds[op]
-                for op in {shape.op for shape in shapes}
-            ),
-        }
+def _describe(target: Target, shapes: list[ShapeResult]) -> dict[str, Any]:
+    described = target.described | {"fio": _fio_version()}
+    if target.pace is not None:
+        speeds = {"get": target.pace.read_bytes_per_s / 1e9, "put": target.pace.write_bytes_per_s / 1e9}
+        described["pace_reached"] = all(
+            max(shape.gb_per_s for shape in shapes if shape.op == op) >= PACE_REACHED * speeds[op]
+            for op in {shape.op for shape in shapes}
+        )
     return described
+
+
+def _fio_version() -> str:
+    return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _document(
@@ -211,12 +243,8 @@ def _table(results: list[CaseResult]) -> Table:
     return table
 
 
-def _plot(results: list[CaseResult], file: str) -> None:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise click.ClickException("--plot needs matplotlib; run: pip install matplotlib") from error
-    figure, axes = plt.subplots(figsize=(9, 0.35 * len(results) + 1.5), layout="constrained")
+def _draw(figure: Any, results: list[CaseResult]) -> None:
+    axes = figure.subplots()
     names = [f"{result.case.op} {_megabytes(result)}" for result in results]
     ratios = [result.ratio for result in results]
     low = [result.ratio - result.ratio_spread[0] for result in results]
@@ -225,7 +253,6 @@ def _plot(results: list[CaseResult], file: str) -> None:
     axes.axvline(1.0, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set_xlabel("throughput, fio = 1")
-    figure.savefig(file, dpi=150)
 
 
 if __name__ == "__main__":

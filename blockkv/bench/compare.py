@@ -103,7 +103,9 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class Sample:
+    """One run of the store."""
+
     gb_per_s: float
     cpu_s_per_gb: float
 
@@ -141,7 +143,7 @@ def compare(
     what was written, and what `blockkv.format`, `blockkv.open` and fio raise.
     """
     path = Path(path)
-    zone = _prepare(path, cases, force)
+    zone = prepare(path, cases, force)
     shapes: list[ShapeResult] = []
     results: list[CaseResult] = []
     candidates: Sequence[fio.Shape] = fio.SHAPES
@@ -163,7 +165,7 @@ def compare(
     return shapes, results
 
 
-def _prepare(path: Path, cases: Sequence[Case], force: bool) -> tuple[int, int]:
+def prepare(path: Path, cases: Sequence[Case], force: bool) -> tuple[int, int]:
     """Format; offset and size in bytes of the data zone, which is also where fio reads and writes."""
     facts = blockkv.format(path, average_chunk=min(case.chunk_bytes for case in cases), force=force)
     zone = int(facts["data_offset_bytes"]), int(facts["data_bytes"])
@@ -180,7 +182,7 @@ def _write_throughout(path: Path, zone: tuple[int, int]) -> None:
 
 
 @contextlib.contextmanager
-def _empty_store(path: Path, case: Case) -> Iterator[blockkv.Store]:
+def empty_store(path: Path, case: Case) -> Iterator[blockkv.Store]:
     """The store with nothing in it, emptied again afterwards: fio may have written over what it held."""
     with blockkv.open(path, verify=case.verify) as store:
         yield store
@@ -221,8 +223,8 @@ def _run_fio(path: Path, op: Op, shape: fio.Shape, zone: tuple[int, int], settin
 def _measure_case(
     path: Path, case: Case, zone: tuple[int, int], shape: fio.Shape, settings: Settings
 ) -> CaseResult:
-    chunks = _allocate(case)
-    of_store: list[_Sample] = []
+    chunks = allocate(case)
+    of_store: list[Sample] = []
     of_fio: list[fio.FioRun] = []
 
     def run_fio() -> None:
@@ -231,14 +233,14 @@ def _measure_case(
     if case.op == "put":
 
         def run_store() -> None:
-            with _empty_store(path, case) as store:
+            with empty_store(path, case) as store:
                 of_store.append(_measure_puts(store, case, chunks, zone[1], settings.seconds))
 
         _run_pairs(settings.pairs, run_fio, run_store)
     else:
-        with _empty_store(path, case) as store:
+        with empty_store(path, case) as store:
             batches = _fill(store, case, chunks, zone[1])
-            outs = _allocate(case)
+            outs = allocate(case)
             _check_gets(store, case, batches, chunks, outs)
             _run_pairs(
                 settings.pairs,
@@ -266,7 +268,7 @@ def _run_pairs(count: int, first: Callable[[], None], second: Callable[[], None]
             run()
 
 
-def _allocate(case: Case) -> list[torch.Tensor]:
+def allocate(case: Case) -> list[torch.Tensor]:
     """One batch of chunks, every page touched, contents random."""
     make = blockkv.empty if case.memory == "huge" else torch.empty
     chunks = [make((case.chunk_bytes,), dtype=torch.uint8) for _ in range(case.chunks_per_call)]
@@ -275,11 +277,12 @@ def _allocate(case: Case) -> list[torch.Tensor]:
     return chunks
 
 
-def _stamp(chunk: torch.Tensor, number: int) -> None:
+def stamp(chunk: torch.Tensor, number: int) -> None:
+    """Make a chunk unlike any with another number."""
     chunk[:STAMP_BYTES].view(torch.int64)[0] = number
 
 
-def _batch_keys(count: int) -> Iterator[list[str]]:
+def batch_keys(count: int) -> Iterator[list[str]]:
     """Fresh keys, `count` at a time."""
     for batch in itertools.count():
         yield [f"{batch}/{position}" for position in range(count)]
@@ -288,10 +291,10 @@ def _batch_keys(count: int) -> Iterator[list[str]]:
 def _fill(store: blockkv.Store, case: Case, chunks: list[torch.Tensor], data_bytes: int) -> list[list[str]]:
     """Put chunks that all differ into `GET_SHARE` of the store; the keys, batch by batch."""
     batch_count = int(data_bytes * GET_SHARE) // (case.chunk_bytes * case.chunks_per_call)
-    batches = list(itertools.islice(_batch_keys(case.chunks_per_call), batch_count))
+    batches = list(itertools.islice(batch_keys(case.chunks_per_call), batch_count))
     for batch_index, keys in enumerate(batches):
         for position, chunk in enumerate(chunks):
-            _stamp(chunk, batch_index * case.chunks_per_call + position)
+            stamp(chunk, batch_index * case.chunks_per_call + position)
         store.put_many(zip(keys, chunks, strict=True), durable=True)
     return batches
 
@@ -308,14 +311,14 @@ def _check_gets(
             out.zero_()
         found = store.get_many(keys, outs)
         for position, (chunk, out) in enumerate(zip(chunks, outs, strict=True)):
-            _stamp(chunk, batch_index * case.chunks_per_call + position)
+            stamp(chunk, batch_index * case.chunks_per_call + position)
             if not found[position] or not torch.equal(chunk, out):
                 raise BlockKVError(f"chunk {keys[position]!r} read back is not what was put: {case}")
 
 
 def _measure_gets(
     store: blockkv.Store, case: Case, batches: list[list[str]], outs: list[torch.Tensor], seconds: float
-) -> _Sample:
+) -> Sample:
     def get_batch(keys: list[str]) -> None:
         if not all(store.get_many(keys, outs)):
             raise BlockKVError(f"a chunk that was put is missing: {case}")
@@ -326,7 +329,7 @@ def _measure_gets(
 
 def _measure_puts(
     store: blockkv.Store, case: Case, chunks: list[torch.Tensor], data_bytes: int, seconds: float
-) -> _Sample:
+) -> Sample:
     last: list[str] = []
 
     def put_batch(keys: list[str]) -> None:
@@ -336,7 +339,7 @@ def _measure_puts(
             raise BlockKVError(f"a new key was there already: {case}")
 
     calls_at_most = int(data_bytes * FILL_SHARE) // (case.chunk_bytes * case.chunks_per_call)
-    batches = itertools.islice(_batch_keys(case.chunks_per_call), calls_at_most)
+    batches = itertools.islice(batch_keys(case.chunks_per_call), calls_at_most)
     warm_up = itertools.islice(batches, int(calls_at_most * WARM_UP_SHARE))
     sample = _measure(case, put_batch, warm_up, batches, seconds)
     for key, chunk in zip(last, chunks, strict=True):
@@ -351,15 +354,15 @@ def _measure(
     warm_up: Iterator[list[str]],
     batches: Iterator[list[str]],
     seconds: float,
-) -> _Sample:
+) -> Sample:
     """Move batch after batch, after a warm-up, for `seconds` or until there are no more."""
-    with _Clock() as clock:
+    with Clock() as clock:
         for keys in warm_up:
             move(keys)
             if clock.elapsed_s() >= WARM_UP_S:
                 break
     moved_bytes = 0
-    with _Clock() as clock:
+    with Clock() as clock:
         for keys in batches:
             move(keys)
             moved_bytes += case.chunk_bytes * case.chunks_per_call
@@ -368,23 +371,25 @@ def _measure(
     return clock.sample(moved_bytes)
 
 
-class _Clock:
+class Clock:
     """Wall time and CPU of this process between entering and leaving the context."""
 
-    def __enter__(self) -> _Clock:
+    def __enter__(self) -> Clock:
         self._cpu_s = _process_cpu_s()
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._wall_s = self.elapsed_s()
+        self.wall_s = self.elapsed_s()
         self._cpu_s = _process_cpu_s() - self._cpu_s
 
     def elapsed_s(self) -> float:
+        """Since it was entered."""
         return time.perf_counter() - self._start
 
-    def sample(self, moved_bytes: int) -> _Sample:
-        return _Sample(moved_bytes / self._wall_s / 1e9, self._cpu_s / (moved_bytes / 1e9))
+    def sample(self, moved_bytes: int) -> Sample:
+        """Speed and CPU of moving so much in the time it measured."""
+        return Sample(moved_bytes / self.wall_s / 1e9, self._cpu_s / (moved_bytes / 1e9))
 
 
 def _process_cpu_s() -> float:

@@ -8,6 +8,7 @@ per request, loses a third of its speed. Where they cannot be had the run says s
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -60,6 +61,8 @@ class FioRun:
     latency_us: dict[str, float]
     """Completion latency at p50, p99 and p99.9."""
     huge_pages: bool
+    verify_errors: int = 0
+    """Requests of a verified read whose content is not what fio wrote there."""
 
 
 def run(
@@ -71,11 +74,14 @@ def run(
     size_bytes: int,
     seconds: float | None = None,
     total_bytes: int | None = None,
+    verify: bool = False,
 ) -> FioRun:
     """Read or write `[offset_bytes, offset_bytes + size_bytes)` of `device` in sequence, again and again.
 
-    Ends after `seconds` or after `total_bytes`, whichever is given. A write destroys what is there. Raises
-    BlockKVError when fio is not installed, DeviceError when fio reports an error.
+    Ends after `seconds` or after `total_bytes`, whichever is given. A write destroys what is there. With
+    `verify` a write puts an xxhash into every request, and a read of the same range in the same shape counts
+    the requests that are not right. Raises BlockKVError when fio is not installed, DeviceError when fio
+    reports an error.
     """
     if (seconds is None) == (total_bytes is None):
         raise BlockKVError("give either seconds or total_bytes")
@@ -85,8 +91,12 @@ def run(
         if seconds is None
         else ["--time_based", f"--runtime={seconds * 1000:.0f}ms"]
     )
+    if verify:
+        checking = ["--do_verify=0"] if direction == "write" else ["--continue_on_error=verify"]
+        bound += ["--verify=xxhash", *checking]
+    startup_cpu_s = _startup_cpu_s(str(device), direction, shape, offset_bytes)  # first: it writes, too
     report, cpu_s, huge_pages = _fio(direction, shape, [*place, *bound])
-    cpu_s -= _startup_cpu_s(str(device), direction, shape, offset_bytes)
+    cpu_s -= startup_cpu_s
     job = report["jobs"][0][direction]
     moved_bytes, duration_s = job["io_bytes"], job["runtime"] / 1000
     percentiles = job["clat_ns"].get("percentile", {})
@@ -99,6 +109,7 @@ def run(
             f"p{float(name):g}": percentiles[name] / 1000 for name in PERCENTILES if name in percentiles
         },
         huge_pages=huge_pages,
+        verify_errors=report["jobs"][0].get("total_err", 0),
     )
 
 
@@ -215,8 +226,9 @@ def _fio_once(
             raise _NoHugePages
         if process.returncode != 0:
             raise DeviceError(f"fio exited {process.returncode} on {' '.join(arguments)}: {messages}")
-        report: dict[str, Any] = json.loads(output.read_text())
+        text = output.read_text()
+        report: dict[str, Any] = json.loads(text[text.index("{") :])  # it puts remarks in front
     error = report["jobs"][0]["error"]
-    if error:
+    if error and error != errno.EILSEQ:  # that is what fio says of content it counts
         raise DeviceError(f"fio on {' '.join(arguments)}: errno {error}", error)
     return report, usage.ru_utime + usage.ru_stime

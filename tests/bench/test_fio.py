@@ -68,3 +68,14 @@ def test_huge_pages_are_given_back() -> None:
 
 def test_shapes_read_as_people_write_them() -> None:
     assert [str(shape) for shape in fio.SHAPES] == ["128 KiB x 32", "512 KiB x 16", "1 MiB x 8"]
+
+
+def test_a_verified_read_counts_what_is_not_right(image: Path) -> None:
+    moved = {"size_bytes": SIZE_BYTES, "total_bytes": SIZE_BYTES}
+    assert fio.run(image, "write", SHAPE, verify=True, **moved).verify_errors == 0
+    assert fio.run(image, "read", SHAPE, verify=True, **moved).verify_errors == 0
+    with image.open("r+b") as file:
+        for request in (2, 5, 7):
+            file.seek(request * SHAPE.request_bytes + 500)
+            file.write(b"damage")
+    assert fio.run(image, "read", SHAPE, verify=True, **moved).verify_errors == 3
