@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from blockkv.bench.device import PacedDevice, loop_device, paced_device
 from blockkv.errors import BlockKVError
 
+HELP_CHARS = 110
 TABLE_CHARS = 124
 """Squeezed into less a table has to be read letter by letter; let the terminal wrap it instead."""
 
@@ -137,9 +138,17 @@ def benchmark(
 
         for parameter in _parameters(size_gib, read_gb_s, write_gb_s):
             run = parameter(run)
-        return click.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
+        settings = {"help_option_names": ["-h", "--help"], "max_content_width": HELP_CHARS}
+        return click.command(help=_help(function), context_settings=settings)(run)
 
     return decorate
+
+
+def _help(function: Callable[..., None]) -> str:
+    """The docstring of the tool, with what is indented left as it is (click wants a backspace before that)."""
+    document = function.__globals__["__doc__"] or ""
+    paragraphs = document.strip().split("\n\n")
+    return "\n\n".join(f"\b\n{text}" if "\n  " in f"\n{text}" else text for text in paragraphs)
 
 
 def _parameters(size_gib: float | None, read_gb_s: float, write_gb_s: float) -> list[Any]:
