@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockkv.bench.compare import CaseResult, Settings, ShapeResult, compare, plan_cases
+from blockkv.bench.fio import SHAPES, Shape
 from blockkv.bench.stress import Cycle, StressSettings, drift, error_count, stress
 
 PACE_REACHED = 0.97
@@ -34,8 +35,17 @@ CYCLES_SHOWN = 24
 
 @bench_tool.benchmark(size_gib=6.0)
 @click.option("--op", "ops", multiple=True, type=click.Choice(["get", "put"]), default=["get", "put"])
-@click.option("--chunk-mib", "chunk_mib", multiple=True, type=int, default=[2, 8, 32], show_default=True)
+@click.option("--chunk-mib", multiple=True, type=int, help="Chunk size, repeated for several [2, 8 and 32].")
+@click.option("--chunk-kib", multiple=True, type=int, help="The same for small ones.")
 @click.option("--batch-mib", default=64, show_default=True, help="Payload of one call.")
+@click.option(
+    "--calls",
+    type=click.Choice(["batch", "futures", "single"]),
+    default="batch",
+    show_default=True,
+    help="All chunks in one call, eight calls in flight, or one call after the other.",
+)
+@click.option("--fio-shape", multiple=True, metavar="KIBxDEPTH", help="For fio, as in 16x64 [best of three].")
 @click.option("--verify", type=click.Choice(["on", "off", "both"]), default="both", show_default=True)
 @click.option("--memory", type=click.Choice(["huge", "ordinary", "both"]), default="both", show_default=True)
 @click.option("--pairs", default=5, show_default=True, help="Interleaved pairs of fio and store per case.")
@@ -50,7 +60,10 @@ def main(
     to: OutputOptions,
     ops: tuple[Any, ...],
     chunk_mib: tuple[int, ...],
+    chunk_kib: tuple[int, ...],
     batch_mib: int,
+    calls: Any,
+    fio_shape: tuple[str, ...],
     verify: str,
     memory: str,
     pairs: int,
@@ -66,12 +79,15 @@ def main(
     console = to.console()
     cases = plan_cases(
         ops=ops,
-        chunk_sizes_bytes=[mib << 20 for mib in chunk_mib],
+        chunk_sizes_bytes=[kib << 10 for kib in chunk_kib]
+        + [mib << 20 for mib in chunk_mib or (() if chunk_kib else (2, 8, 32))],
         batch_bytes=batch_mib << 20,
         verify={"on": [True], "off": [False], "both": [True, False]}[verify],
         memory=["huge", "ordinary"] if memory == "both" else [memory],  # type: ignore[list-item]
+        calls=calls,
     )
-    settings = Settings(pairs=pairs, seconds=seconds, equal_memory=equal_memory)
+    shapes_tried = [_shape(text) for text in fio_shape] or SHAPES
+    settings = Settings(pairs, seconds, shapes=shapes_tried, equal_memory=equal_memory)
     with on.target() as target:
         _warn(console, target)
         shapes, results = compare(
@@ -86,6 +102,13 @@ def main(
             "or see with --equal-memory what fio does without its buffers in the CPU's cache."
         )
     to.draw(lambda figure: _draw(figure, results), height_in=0.35 * len(results) + 1.5)
+
+
+def _shape(text: str) -> Shape:
+    kib, _, depth = text.partition("x")
+    if not (kib.isdecimal() and depth.isdecimal() and int(kib) and int(depth)):
+        raise click.UsageError(f"--fio-shape {text!r}: write KiB and depth, as in 512x16")
+    return Shape(int(kib) << 10, int(depth))
 
 
 def _stress(on: DeviceOptions, to: OutputOptions, settings: StressSettings) -> None:
@@ -185,7 +208,7 @@ def _announce(console: Console, found: ShapeResult | CaseResult) -> None:
 def _megabytes(result: CaseResult) -> str:
     case = result.case
     checked = "verified" if case.verify else "unverified"
-    return f"{case.chunk_bytes >> 20} MiB x {case.chunks_per_call}, {checked}, {case.memory} pages"
+    return f"{_size(case.chunk_bytes)} x {case.chunks_per_call}, {checked}, {case.memory} pages"
 
 
 def _describe(target: Target, shapes: list[ShapeResult]) -> dict[str, Any]:
@@ -229,7 +252,8 @@ def _table(results: list[CaseResult]) -> Table:
         case = result.case
         table.add_row(
             case.op,
-            f"{case.chunks_per_call} x {case.chunk_bytes >> 20} MiB",
+            f"{case.chunks_per_call} x {_size(case.chunk_bytes)}"
+            + ("" if case.calls == "batch" else f", {case.calls}"),
             "yes" if case.verify else "no",
             case.memory,
             f"{result.gb_per_s:.2f}",
@@ -241,6 +265,10 @@ def _table(results: list[CaseResult]) -> Table:
             str(result.fio_shape),
         )
     return table
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
 
 
 def _draw(figure: Any, results: list[CaseResult]) -> None:

@@ -22,10 +22,12 @@ import itertools
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +39,10 @@ __all__ = ["Case", "CaseResult", "Settings", "ShapeResult", "compare", "plan_cas
 
 Op = Literal["put", "get"]
 Memory = Literal["huge", "ordinary"]
+Calls = Literal["batch", "futures", "single"]
+"""All chunks in one call; `FUTURES` calls in flight; or each waited for before the next."""
+
+FUTURES = 8
 
 FILL_SHARE = 0.85
 """How much of the data zone a put run may fill: allocation on a nearly full store is another subject."""
@@ -60,6 +66,7 @@ class Case:
     chunks_per_call: int
     verify: bool
     memory: Memory
+    calls: Calls = "batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,8 @@ class Settings:
     """Length of one run. A put run also ends when the store is `FILL_SHARE` full."""
     shape_rounds: int = 2
     """Runs of every fio shape before the pairs."""
+    shapes: Sequence[fio.Shape] = fio.SHAPES
+    """What fio is tried in; the fastest is the reference."""
     equal_memory: bool = False
     """fio's queue is made so deep that its buffers are as large as one call of the store. A device in memory
     copies faster into buffers that stay in the CPU's cache, as fio's few MiB do and no KV cache does."""
@@ -116,13 +125,14 @@ def plan_cases(
     batch_bytes: int = 64 << 20,
     verify: Sequence[bool] = (True, False),
     memory: Sequence[Memory] = ("huge", "ordinary"),
+    calls: Calls = "batch",
 ) -> list[Case]:
     """The cases of every combination, `batch_bytes` of chunks in each call (at least one chunk).
 
     A put always computes the checksum, so that there is only its verified case.
     """
     return [
-        Case(op, chunk_bytes, max(1, batch_bytes // chunk_bytes), verified, kind)
+        Case(op, chunk_bytes, max(1, batch_bytes // chunk_bytes), verified, kind, calls)
         for op, chunk_bytes, kind, verified in itertools.product(ops, chunk_sizes_bytes, memory, verify)
         if verified or op == "get"
     ]
@@ -146,7 +156,7 @@ def compare(
     zone = prepare(path, cases, force)
     shapes: list[ShapeResult] = []
     results: list[CaseResult] = []
-    candidates: Sequence[fio.Shape] = fio.SHAPES
+    candidates = settings.shapes
     if settings.equal_memory:
         call_bytes = max(case.chunk_bytes * case.chunks_per_call for case in cases)
         candidates = [fio.Shape(s.request_bytes, call_bytes // s.request_bytes) for s in candidates]
@@ -270,8 +280,10 @@ def _run_pairs(count: int, first: Callable[[], None], second: Callable[[], None]
 
 def allocate(case: Case) -> list[torch.Tensor]:
     """One batch of chunks, every page touched, contents random."""
-    make = blockkv.empty if case.memory == "huge" else torch.empty
-    chunks = [make((case.chunk_bytes,), dtype=torch.uint8) for _ in range(case.chunks_per_call)]
+    if case.memory == "huge":
+        chunks = list(blockkv.empty((case.chunks_per_call, case.chunk_bytes), torch.uint8).unbind(0))
+    else:
+        chunks = [torch.empty(case.chunk_bytes, dtype=torch.uint8) for _ in range(case.chunks_per_call)]
     for chunk in chunks:
         chunk.random_(0, 256)
     return chunks
@@ -320,11 +332,30 @@ def _measure_gets(
     store: blockkv.Store, case: Case, batches: list[list[str]], outs: list[torch.Tensor], seconds: float
 ) -> Sample:
     def get_batch(keys: list[str]) -> None:
-        if not all(store.get_many(keys, outs)):
+        if case.calls == "batch":
+            found = store.get_many(keys, outs)
+        elif case.calls == "single":
+            found = [store.get(key, out) for key, out in zip(keys, outs, strict=True)]
+        else:
+            found = _some_at_a_time(store.submit_get, zip(keys, outs, strict=True))
+        if not all(found):
             raise BlockKVError(f"a chunk that was put is missing: {case}")
 
     endless = itertools.cycle(batches)
     return _measure(case, get_batch, endless, endless, seconds)
+
+
+def _some_at_a_time(
+    submit: Callable[[str, torch.Tensor], Future[Any]], pairs: Iterable[tuple[str, torch.Tensor]]
+) -> list[Any]:
+    """The results of calls of which `FUTURES` are in flight."""
+    in_flight: deque[Future[Any]] = deque()
+    results = []
+    for key, chunk in pairs:
+        if len(in_flight) == FUTURES:
+            results.append(in_flight.popleft().result())
+        in_flight.append(submit(key, chunk))
+    return results + [future.result() for future in in_flight]
 
 
 def _measure_puts(
@@ -335,7 +366,14 @@ def _measure_puts(
     def put_batch(keys: list[str]) -> None:
         nonlocal last
         last = keys
-        if not all(store.put_many(zip(keys, chunks, strict=True))):
+        pairs = zip(keys, chunks, strict=True)
+        if case.calls == "batch":
+            done = store.put_many(pairs)
+        elif case.calls == "single":
+            done = [store.put(key, chunk) for key, chunk in pairs]
+        else:
+            done = _some_at_a_time(store.submit_put, pairs)
+        if not all(done):
             raise BlockKVError(f"a new key was there already: {case}")
 
     calls_at_most = int(data_bytes * FILL_SHARE) // (case.chunk_bytes * case.chunks_per_call)
