@@ -122,22 +122,23 @@ class Batch:
 
         `extents` are (device offset, bytes); `segments` are (memory address, bytes).
         """
-        first_extent = len(self.extents) // 2
+        # This runs once a chunk of a put: every line counts.
+        transfers, all_extents, all_segments = self.transfers, self.extents, self.segments
+        first_extent, first_segment = len(all_extents) // 2, len(all_segments) // 2
         for pair in extents:
-            self.extents.extend(pair)
-        first_segment = len(self.segments) // 2
+            all_extents.extend(pair)
         for pair in segments:
-            self.segments.extend(pair)
+            all_segments.extend(pair)
         first_leaf = len(self.leaf_values)
         leaf_count = -(-payload_bytes // leaf_bytes) if leaf_bytes else 0
         if leaf_count:
             self.leaf_values.frombytes(bytes(8 * leaf_count))
-        position = len(self)
-        self.transfers.extend(
+        position = len(transfers) // TRANSFER_FIELDS
+        transfers.extend(
             (
                 payload_bytes,
-                first_extent | (len(self.extents) // 2 - first_extent) << 32,
-                first_segment | (len(self.segments) // 2 - first_segment) << 32,
+                first_extent | (len(all_extents) // 2 - first_extent) << 32,
+                first_segment | (len(all_segments) // 2 - first_segment) << 32,
                 first_leaf | leaf_count << 32,
                 leaf_bytes,
                 0,  # result (low 32 bits, two's complement), then flags: zero

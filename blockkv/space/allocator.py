@@ -437,6 +437,10 @@ def _newest(members: dict[int, None]) -> int:
 
 def _cut(strip: list[Extent], units: int) -> tuple[Extent, ...]:
     """The next `units` of what was allocated for several chunks together."""
+    start, count = strip[0]
+    if units < count:
+        strip[0] = start + units, count - units
+        return ((start, units),)
     taken = []
     while units:
         start, count = strip[0]

@@ -11,23 +11,33 @@ survives by design.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-HELD = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGALRM,
-    signal.SIGVTALRM,
-    signal.SIGPROF,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
+HELD = tuple(
+    map(
+        int,
+        (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGALRM,
+            signal.SIGVTALRM,
+            signal.SIGPROF,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ),
+    )
 )
 """The signals programs install raising handlers for."""
+
+# The functions of `signal` make enums of what these give and take: ten microseconds for every operation.
+_get: Callable[[int], Any] = _signal.getsignal
+_set: Callable[[int, Any], Any] = _signal.signal
 
 _MAIN = threading.main_thread().ident
 
@@ -37,7 +47,7 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]] = {}
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._arrived: list[int] = []
 
     def __enter__(self) -> None:
@@ -71,10 +81,10 @@ class _Interrupts:
 
     def _hold(self) -> None:
         for number in HELD:
-            handler = signal.getsignal(number)
+            handler = _get(number)
             if callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self._note)
+                _set(number, self._note)
 
     def _let_go(self) -> None:
         handlers, self._handlers = self._handlers, {}
@@ -90,11 +100,11 @@ class _Interrupts:
             self._arrived.append(number)
 
 
-def _restore(handlers: list[tuple[signal.Signals, Callable[[int, FrameType | None], Any]]]) -> None:
+def _restore(handlers: list[tuple[int, Callable[[int, FrameType | None], Any]]]) -> None:
     # One by one, whatever they raise: a handler may run as soon as it is back.
     if handlers:
         try:
-            signal.signal(*handlers[0])
+            _set(*handlers[0])
         finally:
             _restore(handlers[1:])
 

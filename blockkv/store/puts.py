@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from blockkv.device.base import UNIT_BYTES, Batch, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, StoreFull
-from blockkv.format.geometry import leaf_bytes_for
+from blockkv.format.geometry import LEAF_BYTES, leaf_bytes_for
 from blockkv.format.record import key_digest, put_bytes_at_most
 from blockkv.space.allocator import Extent
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
-from blockkv.store.verify import device_extents
 from blockkv.store.waves import LOOKUP_KEYS, Wave, WaveRun
 from blockkv.tensors import Described, Tensors, describe
 
@@ -210,16 +209,14 @@ class PutRun(WaveRun[_Put]):
             self._finish()
 
     def _fill(self, batch: Batch, items: list[_Put]) -> None:
-        geometry = self._state.geometry
+        base_bytes = self._state.geometry.data.offset_bytes
         for put in items:
             described = put.described
+            payload_bytes = described.payload_bytes
+            extents = [(base_bytes + start * UNIT_BYTES, count * UNIT_BYTES) for start, count in put.extents]
             batch.keepalive.append(described.keepalive)
-            batch.add(
-                described.payload_bytes,
-                device_extents(geometry, put.extents),
-                described.segments,
-                leaf_bytes_for(described.payload_bytes),
-            )
+            leaf_bytes = LEAF_BYTES if payload_bytes <= LEAF_BYTES else leaf_bytes_for(payload_bytes)
+            batch.add(payload_bytes, extents, described.segments, leaf_bytes)
 
     def _allocate(self, put: _Put) -> tuple[Extent, ...]:
         """Extents for a chunk, evicting as needed; reserves its part of the next checkpoint."""
