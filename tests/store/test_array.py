@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
 import random
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -261,6 +263,45 @@ def test_a_deleted_key_goes_back_to_its_member_until_that_is_durable() -> None:
     with open_array(after_a_crash(devices, Crash.POWER_CUT)) as again:
         assert {bytes_of(again.get(f"k{number}")) for number in range(0, 30, 2)} == {b"new"}
         assert len(again) == len(set(again.keys()))
+
+
+def test_a_forked_child_is_refused(images: list[Path]) -> None:
+    with blockkv.open(images) as store:
+        fill(store, 10)
+        child = os.fork()
+        if not child:
+            refused = 0
+            for use in (lambda: store.get("k1"), lambda: store.put("k", b"v"), store.commit, store.keys):
+                try:
+                    use()
+                except StoreClosed:
+                    refused += 1
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+        assert found(store, 10) == list(range(10))
+
+
+def test_a_scrub_of_all_members_is_interrupted() -> None:
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError("rung")
+
+    with open_array(simulated()) as store:
+        fill(store)
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(TimeoutError, match="rung"):
+                store.scrub(1)  # a byte a second
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        future = store.start_scrub(1)
+        with pytest.raises(InvalidArgument, match="under way"):
+            store.scrub()
+        store.stop_scrub()
+        assert not future.result().finished
+        assert store.scrub(1e12).finished
+        with pytest.raises(InvalidArgument, match="from inside"):
+            store.check(payload=True, progress=lambda done, total: store.close())
 
 
 # -- the wrong devices -------------------------------------------------------------------------------------
