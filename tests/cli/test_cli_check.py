@@ -66,7 +66,7 @@ def test_repair_drops_what_cannot_be_verified_and_says_so(filled: Path, payload:
 
 
 def test_check_finds_damaged_metadata(filled: Path) -> None:
-    page = json_answer("inspect", "checkpoint", filled)["offset_bytes"]
+    page = json_answer("inspect", "checkpoint", filled)["offset_bytes"] + 4096  # behind that of the layouts
     flip(filled, page + 400)
     findings = json_answer("check", filled, code=ExitCode.NEGATIVE)["findings"]
     assert [finding["structure"] for finding in findings] == ["checkpoint page", "checkpoint"]
@@ -101,7 +101,7 @@ def test_scrub_drops_what_does_not_verify(filled: Path) -> None:
 
 
 def test_scrub_tells_of_metadata_that_was_damaged(filled: Path) -> None:
-    page = json_answer("inspect", "checkpoint", filled)["offset_bytes"]
+    page = json_answer("inspect", "checkpoint", filled)["offset_bytes"] + 4096  # behind that of the layouts
     flip(filled, page + 400)
     document = json_answer("scrub", filled, code=ExitCode.NEGATIVE)
     assert document["ok"] is False
