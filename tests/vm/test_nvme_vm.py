@@ -18,7 +18,7 @@ TOOL = Path(__file__).parents[2] / "tools/nvme_vm/nvme_vm.py"
 pytestmark = [
     pytest.mark.requires_root,
     pytest.mark.requires_tool("qemu-system-x86_64", "busybox", "cpio", "depmod"),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1800),
 ]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from guest_system import GuestSystem
-from machine import DETACHABLE, REMOVABLE, Machine, Namespace
+from machine import DETACHABLE, REMOVABLE, Machine, MachineError, Namespace
 from nbd_server import ControlDisk, Export, Fault, NbdServer, VolatileDisk
 from suite import ROOT, TIMEOUT_S, SuiteFigures, read_results
 from workspace import workspace
@@ -25,6 +25,11 @@ LBA_BYTES = 4096
 IO_TIMEOUT_S = 4
 """Of the guest's driver (30 s by default), so that a hang of seconds makes it abort and reset."""
 TESTS = "tests/vm/guest_faults.py"
+HANG_TEST = f"{TESTS}::test_a_drive_that_hangs_and_comes_back"
+HANG_TIMEOUT_S = 420.0
+HANG_BOOTS = 3
+"""After a reset of QEMU's controller Linux 6.1 sometimes leaves requests waiting for ever, in
+`__bio_queue_enter`: about once in seven, whatever is in user space. So this test has boots of its own."""
 GUEST_SUITE = Path(__file__).with_name("guest_suite.py")
 
 
@@ -57,7 +62,28 @@ class Drives:
 
 
 def run_faults(system: GuestSystem, tests: list[str], say: Callable[[str], None]) -> SuiteFigures:
-    """Run the fault tests in one boot. Raises MachineError."""
+    """Run the fault tests, or those that are given. Raises MachineError."""
+    if tests:
+        return _boot(system, tests, say, TIMEOUT_S)
+    figures = _boot(system, [TESTS, f"--deselect={HANG_TEST}"], say, TIMEOUT_S)
+    for boot in range(1, HANG_BOOTS + 1):
+        try:
+            hang = _boot(system, [HANG_TEST], say, HANG_TIMEOUT_S)
+            break
+        except MachineError as error:
+            if boot == HANG_BOOTS:
+                raise
+            say(f"the guest's driver did not come back from a reset; again in a new boot: {error}")
+    figures.tests += hang.tests
+    figures.failed += hang.failed
+    figures.seconds += hang.seconds
+    figures.failures += hang.failures
+    return figures
+
+
+def _boot(
+    system: GuestSystem, tests: list[str], say: Callable[[str], None], timeout_s: float
+) -> SuiteFigures:
     drives = Drives()
     exports: list[Export] = [
         drives.by_name["data"],
@@ -77,9 +103,9 @@ def run_faults(system: GuestSystem, tests: list[str], say: Callable[[str], None]
             ),
         ]
         python = str(ROOT / ".venv/bin/python")
-        script = [["cd", str(ROOT)], [python, str(GUEST_SUITE), *(tests or [TESTS])]]
+        script = [["cd", str(ROOT)], [python, str(GUEST_SUITE), *tests]]
         arguments = [f"nvme_core.io_timeout={IO_TIMEOUT_S}"]
         with Machine(system, namespaces, script, kernel_arguments=arguments, on_line=say) as machine:
             drives.remove = machine.remove_controller
-            status = machine.wait(TIMEOUT_S)
+            status = machine.wait(timeout_s)
             return read_results(machine.report(), status)
