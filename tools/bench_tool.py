@@ -145,7 +145,7 @@ def benchmark(
 
 
 def _help(function: Callable[..., None]) -> str:
-    """The docstring of the tool; what is indented stays as it is (click wants a backspace before that)."""
+    """The docstring of the tool. What is indented stays as it is: click wants a backspace before that."""
     document = function.__globals__["__doc__"] or ""
     paragraphs = document.strip().split("\n\n")
     return "\n\n".join(f"\b\n{text}" if "\n  " in f"\n{text}" else text for text in paragraphs)

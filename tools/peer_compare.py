@@ -198,9 +198,9 @@ def find_peers(wanted: Sequence[str], peer_python: str | None) -> Peers:
                     found.pythons[name] = python
                     found.versions[name] = answer["version"]
                 found.missing[name] = answer["missing"]
-    for name in found.pythons:
-        del found.missing[name]
-    return found
+    in_order = {name: found.pythons[name] for name in wanted if name in found.pythons}
+    missing = {name: found.missing[name] for name in wanted if name not in in_order}
+    return Peers(in_order, found.versions, missing)
 
 
 def make_environment(directory: Path, say: Callable[[str], None]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from peers.base import Peer
 from peers.files import BufferedFiles, DeepSpeedAio, DirectFiles, Safetensors, TorchMmap, TorchSave
-from peers.raw import BlockKV, LMCacheCore, LMCacheEngine, NixlPosix
+from peers.raw import BlockKV, LMCacheCore, LMCacheCorePosix, LMCacheEngine, NixlPosix
 
 __all__ = ["PEERS"]
 
@@ -22,6 +22,7 @@ PEERS: dict[str, type[Peer]] = {
         BlockKV,
         LMCacheEngine,
         LMCacheCore,
+        LMCacheCorePosix,
         NixlPosix,
         DeepSpeedAio,
         DirectFiles,
