@@ -98,7 +98,7 @@ def test_the_tool_measures_a_paced_device() -> None:
     assert [case["op"] for case in document["cases"]] == ["get", "put"]
     for case in document["cases"]:
         assert case.keys() == {
-            *("op", "chunk_bytes", "chunks_per_call", "verify", "memory"),
+            *("op", "chunk_bytes", "chunks_per_call", "verify", "memory", "calls"),
             *("gb_per_s", "fio_gb_per_s", "ratio", "ratio_spread", "cpu_s_per_gb", "fio_cpu_s_per_gb"),
             *("fio_shape", "pairs"),
         }
