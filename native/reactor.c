@@ -21,7 +21,7 @@ enum {
 };
 
 enum {
-    WAKE_BYTES = 1 << 20,
+    WAKE_BYTES = 1 << 19,
     /* What stores, and preloads, may have on the device at a time: enough for any drive, and the next load waits for
      * no more of it; and while loads come and go, just enough to keep it busy. */
     WINDOW_BYTES = 32 << 20,
