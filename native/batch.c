@@ -219,6 +219,7 @@ void bkv_batch_free(struct bkv_batch *batch)
     free(batch->segment_starts);
     free(batch->slices);
     free(batch->leaf_remaining);
+    free(batch->leaf_with_copy);
     free(batch->operations);
     free(batch->iovs);
     free(batch->parts);
@@ -282,6 +283,11 @@ uint64_t bkv_batch_hash(struct bkv_batch *batch, uint32_t t, uint64_t leaf)
     if (pieces != on_stack)
         free(pieces);
     return length;
+}
+
+uint64_t bkv_batch_leaf_from(const struct bkv_transfer *transfer, uint64_t payload_offset)
+{
+    return (payload_offset + transfer->leaf_bytes - 1) / transfer->leaf_bytes;
 }
 
 uint64_t bkv_batch_hash_all(struct bkv_batch *batch)

@@ -32,6 +32,7 @@ struct bkv_batch {
     uint64_t *segment_starts;        /* payload offset of each segment */
     uint64_t *leaf_bases;            /* per transfer, its first entry in leaf_remaining */
     _Atomic uint64_t *leaf_remaining; /* bytes not yet read; reads only */
+    uint8_t *leaf_with_copy;          /* hashed by whoever copies it into staging; writes only, or NULL */
     _Atomic int32_t *results;
     struct bkv_transfer *caller_transfers;
     uint64_t *caller_leaves;
@@ -71,6 +72,9 @@ void bkv_batch_fail(struct bkv_batch *batch, uint32_t transfer, int32_t result);
 
 /* Computes one leaf into the caller's array; returns the bytes hashed. */
 uint64_t bkv_batch_hash(struct bkv_batch *batch, uint32_t transfer, uint64_t leaf);
+
+/* The first leaf of a transfer that begins at `payload_offset` or behind it. */
+uint64_t bkv_batch_leaf_from(const struct bkv_transfer *transfer, uint64_t payload_offset);
 
 /* Computes every leaf; returns the bytes hashed. */
 uint64_t bkv_batch_hash_all(struct bkv_batch *batch);

@@ -73,6 +73,12 @@ void bkv_inbox_wake(struct bkv_engine *engine, uint32_t operation_count)
     }
 }
 
+void bkv_inbox_tell(struct bkv_engine *engine)
+{
+    if (!engine->inbox.in_ring || engine->inbox.flight_count < BKV_BUSY_REQUESTS)
+        bkv_inbox_wake(engine, 1);
+}
+
 static void complete(struct bkv_engine *engine, struct bkv_batch *batch)
 {
     bkv_batch_publish(batch);
@@ -112,23 +118,19 @@ bool bkv_engine_finish_is_heavy(const struct bkv_operation *operation)
 void bkv_engine_finish(struct bkv_engine *engine, struct bkv_operation *operation)
 {
     struct bkv_batch *batch = operation->batch;
-    if (operation->staging) {
-        if (batch->direction == BKV_READ)
-            bkv_operation_copy_out(operation);
-        if (bkv_staging_give(&engine->staging, operation->staging, operation->staging_bytes) && engine->reactor) {
-            pthread_mutex_lock(&engine->inbox.mutex);
-            engine->inbox.staging_freed = true;
-            bkv_inbox_wake(engine, 1);
-            pthread_mutex_unlock(&engine->inbox.mutex);
-        }
-    }
     for (uint32_t i = 0; i < operation->part_count; i++)
         if (operation->parts[i].result)
             bkv_batch_fail(batch, operation->parts[i].transfer, operation->parts[i].result);
     uint64_t settled = 1, hashed_bytes = 0;
     if (batch->direction == BKV_READ)
-        for (uint32_t i = 0; i < operation->part_count; i++)
-            settled += bkv_batch_arrived(batch, &operation->parts[i], &hashed_bytes);
+        settled += bkv_operation_arrived(operation, &hashed_bytes);
+    if (operation->staging
+        && bkv_staging_give(&engine->staging, operation->staging, operation->staging_bytes) && engine->reactor) {
+        pthread_mutex_lock(&engine->inbox.mutex);
+        engine->inbox.staging_freed = true;
+        bkv_inbox_tell(engine);
+        pthread_mutex_unlock(&engine->inbox.mutex);
+    }
     bkv_count(&engine->counts.hashed_bytes, hashed_bytes);
     bkv_engine_release(engine, batch, settled);
 }
@@ -278,6 +280,14 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     bkv_count(&engine->counts.bounced_transfers, totals.bounced_transfers);
     *submitted = batch;
     uint64_t leaves = atomic_load_explicit(&batch->pending, memory_order_relaxed);
+    bool hash_here = totals.direct_bytes + totals.bounced_bytes <= BKV_INLINE_BYTES;
+    uint64_t hashed_with_copy = 0;
+    if (batch->direction == BKV_WRITE && leaves && !hash_here && totals.bounced_bytes) {
+        batch->leaf_with_copy = calloc(leaves, sizeof *batch->leaf_with_copy); /* without it they are hashed apart */
+        for (uint32_t i = 0; batch->leaf_with_copy && i < batch->operation_count; i++)
+            if (batch->operations[i].staging_bytes)
+                hashed_with_copy += bkv_operation_mark_leaves(&batch->operations[i]);
+    }
     /* One more for this thread: the batch must not complete while it is being handed over. */
     atomic_fetch_add_explicit(&batch->pending, batch->operation_count + 1u, memory_order_relaxed);
     if (batch->operation_count) {
@@ -289,10 +299,10 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     uint64_t settled = 1;
     if (batch->direction == BKV_WRITE && leaves) {
         /* after the hand-over: the device is busy with it already */
-        if (totals.direct_bytes + totals.bounced_bytes <= BKV_INLINE_BYTES) {
+        if (hash_here) {
             bkv_count(&engine->counts.hashed_bytes, bkv_batch_hash_all(batch));
             settled += leaves;
-        } else {
+        } else if (hashed_with_copy < leaves) {
             bkv_workers_hash(engine, batch);
         }
     }

@@ -15,6 +15,8 @@
 enum {
     /* Copying or hashing this much takes about as long as waking a worker for it: a few microseconds. */
     BKV_INLINE_BYTES = 32768,
+    /* Requests that keep the device busy until some of them have completed. */
+    BKV_BUSY_REQUESTS = 8,
 };
 
 struct bkv_counts {
@@ -50,6 +52,7 @@ struct bkv_inbox {
     bool staging_freed;
     bool stopping;
     bool in_ring;                /* the reactor sleeps in io_uring_enter: wake it through the eventfd */
+    uint32_t flight_count;       /* requests that are in the ring meanwhile */
 };
 
 /* What reaches the workers: operations (fill their staging, or finish them) and batches to hash. */
@@ -103,6 +106,9 @@ int bkv_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), 
 
 /* Call with the inbox mutex held, after putting `operation_count` operations (or something else: 1) in. */
 void bkv_inbox_wake(struct bkv_engine *engine, uint32_t operation_count);
+
+/* The same for what only goes on with something: a device that is busy for a while need not hear of it yet. */
+void bkv_inbox_tell(struct bkv_engine *engine);
 
 /* Ends an operation: staging back, leaves of reads hashed, batch completed when it was the last. */
 void bkv_engine_finish(struct bkv_engine *engine, struct bkv_operation *operation);

@@ -82,31 +82,142 @@ void bkv_operation_attach_staging(struct bkv_operation *operation, uint8_t *stag
         operation->iovs[operation->ranges[i].iov].iov_base = staging + operation->ranges[i].staging_offset;
 }
 
-void bkv_operation_copy_in(struct bkv_operation *operation)
+/* The copies of one part, and whether its payload is one of them as a whole. */
+struct part_copies {
+    const struct bkv_part *part;
+    const struct bkv_copy *first, *end;
+    const struct bkv_copy *whole;
+};
+
+/* Those of the next part; false at the end. Begin with a zeroed one. */
+static bool next_part(const struct bkv_operation *operation, struct part_copies *copies)
 {
-    for (uint32_t i = 0; i < operation->copy_count; i++) {
-        const struct bkv_copy *copy = &operation->copies[i];
-        if (copy->address)
-            memcpy(operation->staging + copy->staging_offset, copy->address, copy->length_bytes);
-        else
-            memset(operation->staging + copy->staging_offset, 0, copy->length_bytes);
-    }
+    copies->part = copies->part ? copies->part + 1 : operation->parts;
+    if (copies->part == operation->parts + operation->part_count)
+        return false;
+    const struct bkv_copy *last = operation->copies + operation->copy_count;
+    copies->first = copies->end ? copies->end : operation->copies;
+    copies->whole = NULL;
+    for (copies->end = copies->first; copies->end < last && copies->end->part == copies->part - operation->parts;
+         copies->end++)
+        if (copies->end->address && copies->end->length_bytes == copies->part->payload_bytes)
+            copies->whole = copies->end;
+    return true;
 }
 
-void bkv_operation_copy_out(struct bkv_operation *operation)
+/* Where a piece that begins at `from` ends: with its leaf, or with the part. */
+static uint64_t piece_end(const struct bkv_transfer *transfer, const struct bkv_part *part, uint64_t from)
 {
-    for (uint32_t i = 0; i < operation->copy_count; i++) {
-        const struct bkv_copy *copy = &operation->copies[i];
+    uint64_t end = part->payload_offset + part->payload_bytes;
+    uint64_t leaf_end = transfer->leaf_bytes ? (from / transfer->leaf_bytes + 1) * transfer->leaf_bytes : end;
+    return leaf_end < end ? leaf_end : end;
+}
+
+/* Whether the piece is a leaf, and hashed with its copy. */
+static bool is_marked(const struct bkv_batch *batch, const struct bkv_part *part, uint64_t from)
+{
+    const struct bkv_transfer *transfer = &batch->transfers[part->transfer];
+    return batch->leaf_with_copy && transfer->leaf_bytes && from % transfer->leaf_bytes == 0
+           && batch->leaf_with_copy[batch->leaf_bases[part->transfer] + from / transfer->leaf_bytes];
+}
+
+uint64_t bkv_operation_mark_leaves(struct bkv_operation *operation)
+{
+    struct bkv_batch *batch = operation->batch;
+    uint64_t marked = 0;
+    for (struct part_copies copies = {0}; next_part(operation, &copies);) {
+        const struct bkv_transfer *transfer = &batch->transfers[copies.part->transfer];
+        uint64_t end = copies.part->payload_offset + copies.part->payload_bytes;
+        if (!copies.whole || !transfer->leaf_bytes)
+            continue;
+        for (uint64_t leaf = bkv_batch_leaf_from(transfer, copies.part->payload_offset);
+             leaf * transfer->leaf_bytes < end
+             && (end == transfer->payload_bytes || (leaf + 1) * transfer->leaf_bytes <= end);
+             leaf++, marked++)
+            batch->leaf_with_copy[batch->leaf_bases[copies.part->transfer] + leaf] = 1;
+    }
+    return marked;
+}
+
+void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *operation)
+{
+    struct bkv_batch *batch = operation->batch;
+    uint64_t settled = 0, hashed_bytes = 0;
+    for (struct part_copies copies = {0}; next_part(operation, &copies);) {
+        const struct bkv_transfer *transfer = &batch->transfers[copies.part->transfer];
+        for (const struct bkv_copy *copy = copies.first; copy < copies.end; copy++) {
+            uint8_t *target = operation->staging + copy->staging_offset;
+            if (!copy->address) {
+                memset(target, 0, copy->length_bytes);
+                continue;
+            }
+            if (copy != copies.whole) {
+                memcpy(target, copy->address, copy->length_bytes);
+                continue;
+            }
+            uint64_t start = copies.part->payload_offset, end = start + copies.part->payload_bytes;
+            for (uint64_t at = start, stop; at < end; at = stop) {
+                stop = piece_end(transfer, copies.part, at);
+                memcpy(target + (at - start), copy->address + (at - start), stop - at);
+                if (is_marked(batch, copies.part, at)) {
+                    hashed_bytes += bkv_batch_hash(batch, copies.part->transfer, at / transfer->leaf_bytes);
+                    settled++;
+                }
+            }
+        }
+    }
+    bkv_count(&engine->counts.hashed_bytes, hashed_bytes);
+    if (settled)
+        bkv_engine_release(engine, batch, settled);
+}
+
+uint64_t bkv_operation_arrived(struct bkv_operation *operation, uint64_t *hashed_bytes)
+{
+    struct bkv_batch *batch = operation->batch;
+    uint64_t settled = 0;
+    for (struct part_copies copies = {0}; next_part(operation, &copies);) {
+        const struct bkv_transfer *transfer = &batch->transfers[copies.part->transfer];
         /* After a failure the slot still holds what somebody else staged there. */
-        if (copy->address && !operation->parts[copy->part].result)
-            memcpy(copy->address, operation->staging + copy->staging_offset, copy->length_bytes);
+        if (copies.whole && !copies.part->result) {
+            uint64_t start = copies.part->payload_offset, end = start + copies.part->payload_bytes;
+            const uint8_t *source = operation->staging + copies.whole->staging_offset;
+            for (uint64_t at = start, stop; at < end; at = stop) {
+                stop = piece_end(transfer, copies.part, at);
+                memcpy(copies.whole->address + (at - start), source + (at - start), stop - at);
+                struct bkv_part piece = *copies.part;
+                piece.payload_offset = at;
+                piece.payload_bytes = (uint32_t)(stop - at);
+                settled += bkv_batch_arrived(batch, &piece, hashed_bytes);
+            }
+            continue;
+        }
+        for (const struct bkv_copy *copy = copies.first; copy < copies.end; copy++)
+            if (copy->address && !copies.part->result)
+                memcpy(copy->address, operation->staging + copy->staging_offset, copy->length_bytes);
+        settled += bkv_batch_arrived(batch, copies.part, hashed_bytes);
     }
+    return settled;
 }
 
-void bkv_operation_refuse(struct bkv_operation *operation, int32_t result)
+static void set_results(struct bkv_operation *operation, int32_t result)
 {
     for (uint32_t i = 0; i < operation->part_count; i++)
         operation->parts[i].result = result;
+}
+
+void bkv_operation_refuse(struct bkv_engine *engine, struct bkv_operation *operation, int32_t result)
+{
+    struct bkv_batch *batch = operation->batch;
+    uint64_t settled = 0;
+    for (struct part_copies copies = {0}; next_part(operation, &copies);) {
+        const struct bkv_transfer *transfer = &batch->transfers[copies.part->transfer];
+        uint64_t at = copies.part->payload_offset, end = at + copies.part->payload_bytes;
+        for (; copies.whole && at < end; at = piece_end(transfer, copies.part, at))
+            settled += is_marked(batch, copies.part, at);
+    }
+    set_results(operation, result);
+    if (settled)
+        bkv_engine_release(engine, batch, settled);
 }
 
 /* One operation per part, so that an error lands only on the transfer whose LBAs are bad. */
@@ -196,6 +307,6 @@ finish:
         free(operation);
         return --parent->children ? NULL : parent;
     }
-    bkv_operation_refuse(operation, answer);
+    set_results(operation, answer);
     return operation;
 }

@@ -77,14 +77,20 @@ void bkv_list_append(struct bkv_operation_list *list, struct bkv_operation_list 
 const struct iovec *bkv_operation_memory(const struct bkv_operation *operation, uint32_t *count);
 
 void bkv_operation_attach_staging(struct bkv_operation *operation, uint8_t *staging);
-void bkv_operation_copy_in(struct bkv_operation *operation);
-void bkv_operation_copy_out(struct bkv_operation *operation);
+/* Copies to the staging slot; the leaves that `bkv_operation_mark_leaves` marked are hashed on the way, while they are in
+ * a cache. */
+void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *operation);
+/* Copies from the staging slot what arrived, and accounts for it as bkv_batch_arrived does. */
+uint64_t bkv_operation_arrived(struct bkv_operation *operation, uint64_t *hashed_bytes);
+
+/* Marks the leaves that lie in the operation whole and will be copied in one piece. Returns how many. */
+uint64_t bkv_operation_mark_leaves(struct bkv_operation *operation);
 
 /* Whether the block device has no size any more: its namespace went away. */
 bool bkv_device_is_gone(int fd);
 
-/* Ends an operation that the device never got: its parts hold `result`. */
-void bkv_operation_refuse(struct bkv_operation *operation, int32_t result);
+/* Ends an operation that the device never got, nor the staging: its parts hold `result`. */
+void bkv_operation_refuse(struct bkv_engine *engine, struct bkv_operation *operation, int32_t result);
 
 /* Judges what the device answered (bytes moved, or a negative errno). Returns the operation to finish, whose parts
  * then hold their results, or NULL with what to issue next appended to `again`. */

@@ -27,14 +27,14 @@ static void carry_out(struct bkv_engine *engine, struct bkv_operation *operation
 {
     if (operation->batch->deadline_ns && bkv_now_ns() >= operation->batch->deadline_ns) {
         bkv_count(&engine->counts.expired_requests, 1);
-        bkv_operation_refuse(operation, -ETIME);
+        bkv_operation_refuse(engine, operation, -ETIME);
         bkv_engine_finish(engine, operation);
         return;
     }
     if (operation->staging_bytes) {
         bkv_operation_attach_staging(operation, bkv_staging_take_wait(&engine->staging, operation->staging_bytes));
         if (operation->batch->direction == BKV_WRITE)
-            bkv_operation_copy_in(operation);
+            bkv_operation_copy_in(engine, operation);
     }
     struct bkv_operation_list again = {0};
     bkv_list_push(&again, operation);

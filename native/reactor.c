@@ -46,6 +46,8 @@ struct bkv_reactor {
     struct bkv_batch_list queue[BKV_PRIORITY_COUNT];
     uint32_t deadline_count;                     /* batches in the queues that have one */
     uint64_t class_bytes[BKV_PRIORITY_COUNT];    /* taken from the queues and not over */
+    uint32_t taken_count;                        /* operations of these */
+    uint64_t load_bytes;                         /* of BKV_LOAD what is read: metadata are written in that class too */
     uint64_t load_seen_ns;                       /* when there was last a load; 0: long ago */
     struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
     struct bkv_batch *active; /* batches with operations in the ring */
@@ -167,7 +169,8 @@ static bool has_room(const struct bkv_reactor *reactor, int class, bool loads_ab
 /* Whether loads are in the ring or about to be, or were a moment ago. */
 static bool loads_are_about(struct bkv_reactor *reactor)
 {
-    if (reactor->class_bytes[BKV_LOAD] || reactor->queue[BKV_LOAD].first)
+    const struct bkv_batch *next = reactor->queue[BKV_LOAD].first;
+    if (reactor->load_bytes || (next && next->direction == BKV_READ))
         reactor->load_seen_ns = bkv_now_ns();
     else if (!reactor->load_seen_ns)
         return false;
@@ -183,7 +186,7 @@ static void expire(struct bkv_reactor *reactor, struct bkv_batch *batch)
     uint32_t from = batch->next_operation, to = batch->operation_count;
     bkv_count(&reactor->engine->counts.expired_requests, to - from);
     for (uint32_t i = from; i < to; i++) {
-        bkv_operation_refuse(&operations[i], -ETIME);
+        bkv_operation_refuse(reactor->engine, &operations[i], -ETIME);
         bkv_engine_finish(reactor->engine, &operations[i]); /* the last one may free the batch */
     }
 }
@@ -239,6 +242,9 @@ static void issue_all(struct bkv_reactor *reactor)
                 break;
             }
             reactor->class_bytes[class] += operation->length_bytes;
+            reactor->taken_count++;
+            if (class == BKV_LOAD && batch->direction == BKV_READ)
+                reactor->load_bytes += operation->length_bytes;
             if (reactor->arenas.count && operation->wants_fixed && operation->fixed_index < 0)
                 look_into_arenas(reactor, operation);
             if (++batch->next_operation == batch->operation_count) {
@@ -249,7 +255,7 @@ static void issue_all(struct bkv_reactor *reactor)
                 bkv_list_push(&fill[class], operation);
             } else {
                 if (batch->direction == BKV_WRITE && operation->staging_bytes)
-                    bkv_operation_copy_in(operation);
+                    bkv_operation_copy_in(reactor->engine, operation);
                 issue(reactor, operation);
             }
         }
@@ -271,6 +277,9 @@ static void complete(struct bkv_reactor *reactor, struct bkv_operation *operatio
     if (!finished)
         return;
     reactor->class_bytes[batch->priority] -= finished->length_bytes;
+    reactor->taken_count--;
+    if (batch->priority == BKV_LOAD && batch->direction == BKV_READ)
+        reactor->load_bytes -= finished->length_bytes;
     if (bkv_engine_finish_is_heavy(finished))
         bkv_list_push(&heavy[batch->priority], finished);
     else
@@ -417,8 +426,9 @@ static uint32_t wait_count(const struct bkv_reactor *reactor)
                           : WAKE_BYTES * (uint64_t)nearest->operation_count / nearest->operations_bytes;
     if (count > enough)
         count = enough ? (uint32_t)enough : 1;
-    /* More waits for room: come back while the device still has most of what it was given. */
-    uint32_t most = queues_are_empty(reactor) ? count : reactor->in_flight / 4;
+    /* More waits for room, or is being copied: come back while the device still has most of what it was given. */
+    bool all_given = queues_are_empty(reactor) && reactor->taken_count <= reactor->in_flight;
+    uint32_t most = all_given ? count : reactor->in_flight / 4;
     return count < most ? count : most ? most : 1;
 }
 
@@ -451,6 +461,7 @@ static void enter(struct bkv_reactor *reactor)
     pthread_mutex_lock(&inbox->mutex);
     bool sleep = inbox_is_empty(inbox);
     inbox->in_ring = sleep;
+    inbox->flight_count = reactor->in_flight;
     pthread_mutex_unlock(&inbox->mutex);
     bkv_count(&reactor->engine->counts.ring_enters, 1);
     int code = bkv_ring_enter(&reactor->ring, sleep ? wait_count(reactor) : 0);
@@ -480,19 +491,19 @@ static void loop(struct bkv_reactor *reactor)
 {
     struct bkv_inbox *inbox = &reactor->engine->inbox;
     do {
-        do {
+        for (;;) {
             pthread_mutex_lock(&inbox->mutex);
             inbox->in_ring = false;
             take_inbox(reactor);
             pthread_mutex_unlock(&inbox->mutex);
             issue_all(reactor);
-            if (reactor->in_flight) {
-                enter(reactor);
-                reap(reactor);
-            }
-            /* what waits for staging is woken when a worker gives some back */
-        } while (reactor->in_flight || !ready_is_empty(reactor)
-                 || (!reactor->staging_exhausted && !queues_are_empty(reactor)));
+            /* What is still in a queue waits for staging, or for room in its window: a worker has what is in the
+             * way, and wakes us. */
+            if (!reactor->in_flight)
+                break;
+            enter(reactor);
+            reap(reactor);
+        }
     } while (wait_for_work(reactor));
 }
 

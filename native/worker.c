@@ -14,12 +14,13 @@ struct hash_item {
 /* Moves the cursor to the next leaf to hash; false when there is none left. */
 static bool seek_leaf(struct bkv_batch *batch)
 {
-    while (batch->hash_transfer < batch->transfer_count
-           && batch->hash_leaf == batch->transfers[batch->hash_transfer].leaf_count) {
-        batch->hash_transfer++;
-        batch->hash_leaf = 0;
+    for (; batch->hash_transfer < batch->transfer_count; batch->hash_transfer++, batch->hash_leaf = 0) {
+        uint64_t base = batch->leaf_bases[batch->hash_transfer];
+        for (; batch->hash_leaf < batch->transfers[batch->hash_transfer].leaf_count; batch->hash_leaf++)
+            if (!batch->leaf_with_copy || !batch->leaf_with_copy[base + batch->hash_leaf])
+                return true;
     }
-    return batch->hash_transfer < batch->transfer_count;
+    return false;
 }
 
 /* Takes a few leaves off the first batch waiting to be hashed. Call with the mutex held. Leaves taken are pending in
@@ -64,11 +65,11 @@ static void handle(struct bkv_engine *engine, struct bkv_operation *operation)
         bkv_engine_finish(engine, operation);
         return;
     }
-    bkv_operation_copy_in(operation);
+    bkv_operation_copy_in(engine, operation);
     struct bkv_inbox *inbox = &engine->inbox;
     pthread_mutex_lock(&inbox->mutex);
     bkv_list_push(&inbox->ready[operation->batch->priority], operation);
-    bkv_inbox_wake(engine, 1);
+    bkv_inbox_tell(engine);
     pthread_mutex_unlock(&inbox->mutex);
 }
 
