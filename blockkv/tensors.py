@@ -11,7 +11,7 @@ device, checksums (`blockkv.store`, the engine).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -170,6 +170,22 @@ def read_only(outputs: Sequence[Described]) -> set[int]:
             owners.append(position)
             addresses.append(tensor.data_ptr())
     return {owners[index] for index in unwritable(addresses)}
+
+
+def overlapping(outputs: Sequence[Described]) -> set[int]:
+    """The positions of outputs that have memory in common with one before them."""
+
+    def meet(chosen: Iterable[int]) -> bool:
+        occupied = sorted(segment for position in chosen for segment in outputs[position].segments)
+        return any(start + size > following for (start, size), (following, _) in itertools.pairwise(occupied))
+
+    if not meet(range(len(outputs))):
+        return set()
+    apart: list[int] = []
+    for position in range(len(outputs)):
+        if not meet([*apart, position]):
+            apart.append(position)
+    return set(range(len(outputs))).difference(apart)
 
 
 def allocate(layouts: Sequence[Layout]) -> list[tuple[Any, Described]]:

@@ -1,7 +1,8 @@
 """Carrying out gets: look up, lease, read into the caller's memory, verify, give the lease back.
 
-What does not verify is a miss: the record is dropped, its extents are set aside, and the memory it was
-read into is zeroed so that nobody mistakes it for the chunk.
+What does not verify is a miss, and the memory it was read into is zeroed so that nobody mistakes it for the
+chunk. Where it does not verify in memory of our own either, the record is dropped and its extents are set
+aside; a caller who writes to the memory meanwhile loses no chunk.
 
 Many keys go through the index and to the device in one call each; Python touches a key to look at what was
 asked for and at the tensors it goes into.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +26,11 @@ from blockkv.format.record import key_digest
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import State
-from blockkv.store.verify import is_damage
+from blockkv.store.verify import Verifier, is_damage
 from blockkv.store.waves import LOOKUP_KEYS, Wave, WaveRun
-from blockkv.tensors import Described, allocate, describe_output, read_only
+from blockkv.tensors import Described, allocate, describe_output, overlapping, read_only
+
+logger = logging.getLogger("blockkv")
 
 
 @dataclass(slots=True)
@@ -125,13 +130,15 @@ class GetRun(WaveRun[_Get]):
             except BlockKVError as error:
                 self.errors[position] = error
                 targets.append(None)
-        usable = [number for number, target in enumerate(targets) if target is not None]
-        for index in read_only([target[1] for target in targets if target is not None]):
-            number = usable[index]
-            self.errors[positions[number]] = InvalidArgument(
-                "out= is memory that is mapped read-only; give memory that can be written to"
-            )
-            targets[number] = None
+        for unfit, complaint in (
+            (read_only, "is memory that is mapped read-only; give memory that can be written to"),
+            (overlapping, "overlaps that of another key of the call; every chunk needs memory of its own"),
+        ):
+            usable = [number for number, target in enumerate(targets) if target is not None]
+            for index in unfit([target[1] for target in targets if target is not None]):
+                number = usable[index]
+                self.errors[positions[number]] = InvalidArgument(f"out= {complaint}")
+                targets[number] = None
         return targets
 
     def _let_go(self, places: Sequence[int]) -> None:
@@ -153,9 +160,20 @@ class GetRun(WaveRun[_Get]):
         with state.lock:
             state.index.add_transfers(batch, places, segment_counts, base_bytes, state.options.verify)
 
+    def _complete_and_tell(self, wave: Wave[_Get]) -> None:
+        if not self._inexact(wave):
+            super()._complete_and_tell(wave)
+            return
+        # It is read again, which the device's completion thread must not wait for.
+        tell = threading.Thread(
+            target=super()._complete_and_tell, args=(wave,), name="blockkv-verify", daemon=True
+        )
+        tell.start()
+
     def _complete(self, wave: Wave[_Get]) -> None:
         state = self._state
         failures = self._failures(wave)
+        damaged = self._damaged(wave, failures)
         payload_bytes = copied_bytes = 0
         for number, get in enumerate(wave.items):
             if number in failures:
@@ -169,7 +187,7 @@ class GetRun(WaveRun[_Get]):
             copied_bytes += get.described.copied_bytes
         with state.changing:
             for number, failure in failures.items():
-                if failure in ("get_checksum_mismatch", "get_device_error"):
+                if number in damaged:
                     state.drop_damaged(state.index.at(wave.items[number].place))
                 state.counters[failure] += 1
                 state.counters["get_misses"] += 1
@@ -180,22 +198,55 @@ class GetRun(WaveRun[_Get]):
 
     def _failures(self, wave: Wave[_Get]) -> dict[int, str]:
         """Which items of a wave are no hits, each with the counter of what went wrong."""
-        state, batch = self._state, wave.batch
+        batch = wave.batch
         if wave.refusal is not None:
             for get in wave.items:
                 self.errors[get.position] = wave.refusal
             return dict.fromkeys(range(len(wave.items)), "get_refused")
         failures = {number: self._judge(wave.items[number], code) for number, code in batch.failed()}
-        if state.options.verify:
-            layout_checksums = b"".join([get.layout.digest for get in wave.items])
-            places = array("I", [get.place for get in wave.items])
-            with state.lock:
-                exact = state.index.verify(batch, places, layout_checksums)
-            if not all(exact):
-                for number, is_exact in enumerate(exact):
-                    if not is_exact:
-                        failures.setdefault(number, "get_checksum_mismatch")
-        return failures
+        return failures | dict.fromkeys(self._inexact(wave), "get_checksum_mismatch")
+
+    def _inexact(self, wave: Wave[_Get]) -> list[int]:
+        """Which items of a wave the device has read, and not as they were put."""
+        state, batch = self._state, wave.batch
+        if wave.refusal is not None or not state.options.verify:
+            return []
+        layout_checksums = b"".join([get.layout.digest for get in wave.items])
+        places = array("I", [get.place for get in wave.items])
+        with state.lock:
+            exact = state.index.verify(batch, places, layout_checksums)
+        if all(exact):
+            return []
+        failed = dict(batch.failed())
+        return [number for number, is_exact in enumerate(exact) if not is_exact and number not in failed]
+
+    def _damaged(self, wave: Wave[_Get], failures: dict[int, str]) -> set[int]:
+        """Which items of a wave are no chunks any more. What did not verify is read again for that."""
+        damaged = {number for number, failure in failures.items() if failure == "get_device_error"}
+        doubtful = [number for number, failure in failures.items() if failure == "get_checksum_mismatch"]
+        if not doubtful:
+            return damaged
+        state = self._state
+        with state.lock:
+            chunks = [
+                (state.index.at(wave.items[number].place), wave.items[number].layout) for number in doubtful
+            ]
+        outcomes = [0] * len(chunks)
+        try:
+            outcomes = Verifier(state.device, state.geometry, self.priority).verify(chunks)
+        except (BlockKVError, MemoryError) as error:
+            logger.warning("%s: chunks cannot be read again just now: %r", state.device.path, error)
+        for number, outcome in zip(doubtful, outcomes, strict=True):
+            if is_damage(outcome):
+                damaged.add(number)
+            else:
+                logger.warning(
+                    "%s: a chunk of %d bytes did not verify and stays, for the device may have it right: is "
+                    "the memory it was read into written to by others?",
+                    state.device.path,
+                    wave.items[number].described.payload_bytes,
+                )
+        return damaged
 
     def _judge(self, get: _Get, code: int) -> str:
         size_bytes = get.described.payload_bytes

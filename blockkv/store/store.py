@@ -9,7 +9,7 @@ Life of a put::
 Life of a get::
 
     index -> lease on the extents -> reads into the caller's memory -> checksum against the record -> return
-    any mismatch or device error: a miss, a counter, the record dropped, its extents quarantined
+    a mismatch, twice, or a device error: a miss, a counter, the record dropped, its extents quarantined
 
 Invariants
   * a key is visible only after all its data writes completed;
@@ -278,7 +278,8 @@ class Store:
     ) -> list[Any]:
         """`get` for many chunks in one submission; one result per key, in order.
 
-        Raises BatchError, after its neighbours were read, when some failed; a miss is not a failure.
+        Every output needs memory of its own. Raises BatchError, after its neighbours were read, when some
+        failed; a miss is not a failure.
         """
         wanted = several_keys(keys)
         outputs = None if outs is None else list(outs)

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import blockkv
+from blockkv.device.base import Batch
+from blockkv.testing import SimulatedDevice
 
 SIZE_BYTES = 96 << 20
 
@@ -76,6 +78,64 @@ def test_any_flipped_payload_bit_is_a_miss(block_targets: Any, size_bytes: int) 
     with blockkv.open(target) as store:
         assert torch.equal(store.get(keys[0]), payload(0, size_bytes))
         assert not store.contains(keys[2])
+
+
+def test_outputs_that_share_memory_cost_no_chunk(block_targets: Any) -> None:
+    target = block_targets(SIZE_BYTES)
+    blockkv.format(target)
+    size_bytes = 2 << 20
+    keys = [f"k{number}" for number in range(4)]
+    with blockkv.open(target) as store:
+        store.put_many([(key, payload(number, size_bytes)) for number, key in enumerate(keys)], durable=True)
+        memory = blockkv.empty(2 * size_bytes, torch.uint8)
+        outs = [memory[start : start + size_bytes] for start in (0, 4096, size_bytes, 0)]
+        with pytest.raises(blockkv.BatchError) as caught:
+            store.get_many(keys, outs)
+        assert caught.value.results == [True, False, True, False]
+        assert sorted(caught.value.errors) == [1, 3]
+        assert "overlaps" in str(caught.value.errors[1])
+        assert torch.equal(outs[0], payload(0, size_bytes))
+        assert torch.equal(outs[2], payload(2, size_bytes))
+        assert store.lookup(keys) == 4
+
+
+class MeddlingDevice(SimulatedDevice):
+    """While `meddle` is left, what arrives is changed at once, as by a caller who uses the memory."""
+
+    meddle = 0
+
+    def _deliver(self, batch: Batch, position: int, received: list[tuple[int, bytes]]) -> None:
+        super()._deliver(batch, position, received)
+        if self.meddle:
+            self.meddle -= 1
+            batch.leaf_values[0] ^= 1
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_memory_that_others_write_to_costs_no_chunk(
+    threads: bool, open_on: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = MeddlingDevice(32 << 20, threads=threads)
+    blockkv.format(device)
+    store = open_on(device)
+    value = payload(0, 100_000)
+    store.put("k", value)
+    out = torch.empty_like(value)
+    for get in (store.get, lambda key, out: store.submit_get(key, out).result(60)):
+        device.meddle = 1
+        assert get("k", out) is False
+        assert not out.any()
+        assert "stays" in caplog.text
+        caplog.clear()
+        assert get("k", out)
+        assert torch.equal(out, value)
+    stats = store.stats()
+    assert (stats["get_checksum_mismatch"], stats["chunks_dropped_damaged"]) == (2, 0)
+    info = store.entry("k")
+    assert info is not None
+    device.flip_bit(store.info()["data_offset_bytes"] + info.extents[0][0] * 4096, 3)
+    assert store.submit_get("k", out).result(60) is False
+    assert not store.contains("k")
 
 
 def test_check_finds_what_is_damaged(block_targets: Any) -> None:
