@@ -25,6 +25,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +51,7 @@ from blockkv.store.keys import Key, encode_key
 from blockkv.store.member import Member
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
 from blockkv.store.store import (
+    BELONGS_TO_PARENT,
     STORE_THREADS,
     ChunkInfo,
     Store,
@@ -165,10 +167,10 @@ class ArrayStore(Store):
         self._active_count = 0
         self._inside = threading.local()
         self._closed = ""
-        self._process = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
         self._writers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-put", self._go_inside)
         self._readers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-get", self._go_inside)
+        _open_arrays.add(self)
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -958,10 +960,12 @@ class ArrayStore(Store):
                 self._changed.notify_all()
 
     def _check_open(self) -> None:
-        if self._process != os.getpid():
-            raise StoreClosed(f"{self._paths}: the store belongs to the parent process; open it there")
         if self._closed:
             raise StoreClosed(f"{self._paths}: {self._closed}")
+
+
+_open_arrays: weakref.WeakSet[ArrayStore] = weakref.WeakSet()
+"""To give up in a forked child."""
 
 
 class _JointProgress:
@@ -1055,3 +1059,13 @@ def _rough_bytes(value: Any) -> int:
         return int(value.nbytes) if hasattr(value, "nbytes") else len(value)
     except (TypeError, ValueError):
         return 0
+
+
+def _abandon_all() -> None:
+    for array in list(_open_arrays):
+        array._closed = BELONGS_TO_PARENT
+        # A thread of the parent may have held it at the fork, and there is none here to let it go.
+        array._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -74,6 +74,9 @@ logger = logging.getLogger("blockkv")
 STORE_THREADS = 8
 """Puts that the futures keep going at once. A put may have to wait for space or for a flush."""
 
+BELONGS_TO_PARENT = "the store belongs to the parent process; open it there or after closing it there"
+"""Why a store is closed in a forked child."""
+
 LONGEST_INTERVAL_MS = 3_600_000
 LONGEST_DEADLINE_S = 3600
 
@@ -604,7 +607,7 @@ class Store:
 
     def _close(self) -> None:
         state = self._state
-        if self._executor is not None:
+        if self._executor is not None and not self._closed:
             self._executor.shutdown()  # puts that were submitted are carried out
         with state.lock:
             if self._closed:
@@ -898,7 +901,7 @@ def _close_all() -> None:
 
 def _abandon_all() -> None:
     for store in list(_open_stores):
-        store._closed = "the store belongs to the parent process; open it there or after closing it there"
+        store._closed = BELONGS_TO_PARENT
         # A thread of the parent may have held it at the fork, and there is none here to let it go.
         store._state.lock = threading.RLock()
 

@@ -31,6 +31,7 @@ from worker_processes import refused_in_child, use_in_worker
 
 import blockkv
 from blockkv.memory import aligned_memory
+from blockkv.store.array_store import ArrayStore
 
 SIZE_BYTES = 64 << 20
 PATIENCE_S = 120
@@ -165,6 +166,31 @@ def test_a_fork_while_another_thread_is_inside(target: Path) -> None:
         finally:
             over.set()
             thread.join()
+
+
+def test_a_fork_of_an_array_while_another_thread_is_inside(image_dir: Path) -> None:
+    paths = [image_dir / "a", image_dir / "b"]
+    blockkv.format(paths, size=SIZE_BYTES, average_chunk="64KiB")
+    with blockkv.open(paths) as store:
+        assert isinstance(store, ArrayStore)
+        exercise(store)
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store._operation(), store._lock:
+                held.set()
+                over.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(PATIENCE_S)
+        try:
+            assert in_child(lambda: refused_in_child(store)) == []
+        finally:
+            over.set()
+            thread.join()
+        exercise(store, 100)
+        assert store.check(payload=True).ok
 
 
 def test_a_child_that_lives_on_does_not_keep_the_store(block_targets: Any) -> None:
