@@ -922,14 +922,16 @@ class ArrayStore(Store):
         Members that are lost meanwhile are left out. `told` is stopped where the caller is interrupted.
         """
         members = self._present
-        futures = [self._readers.submit(call, member) for member in members]
-        try:
-            while wait_for(futures, PATIENCE_S).not_done:
-                interrupts.deliver()
-        except BaseException:
-            told.stop()
-            wait_for(futures)
-            raise
+        # Threads of their own: these calls take hours, and gets would wait for those of the store.
+        with ThreadPoolExecutor(max(1, len(members)), "blockkv-member-care", self._go_inside) as threads:
+            futures = [threads.submit(call, member) for member in members]
+            try:
+                while wait_for(futures, PATIENCE_S).not_done:
+                    interrupts.deliver()
+            except BaseException:
+                told.stop()
+                wait_for(futures)
+                raise
         done: list[tuple[Member, T]] = []
         problem: BaseException | None = None
         for member, future in zip(members, futures, strict=True):

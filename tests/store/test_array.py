@@ -32,12 +32,14 @@ from blockkv.errors import (
     StoreReadOnly,
     WrongStore,
 )
+from blockkv.format.superblock import MAX_MEMBERS
 from blockkv.store import store as store_module
 from blockkv.store.array_store import ArrayStore
 from blockkv.store.store import open_store
 from blockkv.testing import Crash, Fault, FaultKind, FaultPlan, OperationKind, SimulatedDevice, crash_clone
 
 SIZE_BYTES = 32 << 20
+PATIENCE_S = 60
 LINKED = ("__contains__", "__enter__", "__exit__")
 """What the array has from `Store`, because it only calls what the array has itself."""
 
@@ -195,6 +197,23 @@ def test_chunks_are_spread_by_room() -> None:
             store.put(f"{dice.random()}", content(1, dice.randint(1, 60_000)))
         shares = [member.store.stats()["payload_bytes"] / member.data_bytes for member in store._members]
         assert max(shares) < 1.03 * min(shares)
+
+
+def test_gets_do_not_wait_for_a_scrub_of_many_members(image_dir: Path) -> None:
+    paths = [image_dir / f"member-{number}" for number in range(MAX_MEMBERS)]
+    blockkv.format(paths, size="24MiB")
+    with blockkv.open(paths) as store:
+        fill(store, 200)
+        scrub = store.start_scrub(bytes_per_s=MAX_MEMBERS)
+        done: list[object] = []
+        others = threading.Thread(target=lambda: done.extend((found(store, 200), store.check().ok)))
+        others.start()
+        others.join(PATIENCE_S)
+        before = list(done)
+        store.stop_scrub()
+        assert not scrub.result(PATIENCE_S).finished
+        others.join()
+        assert before == [list(range(200)), True]
 
 
 def test_a_full_array_evicts_on_all_members() -> None:
