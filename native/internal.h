@@ -11,6 +11,7 @@
 #include "operation.h"
 #include "region.h"
 #include "staging.h"
+#include "turns.h"
 
 enum {
     /* Copying or hashing this much takes about as long as waking a worker for it: a few microseconds. */
@@ -49,6 +50,7 @@ struct bkv_inbox {
     struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
     struct bkv_control *controls;
     uint32_t idle_count;         /* pool threads that wait */
+    struct bkv_turns turns;      /* of the pool */
     bool staging_freed;
     bool stopping;
     bool in_ring;                /* the reactor sleeps in io_uring_enter: wake it through the eventfd */

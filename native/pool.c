@@ -45,19 +45,29 @@ static void carry_out(struct bkv_engine *engine, struct bkv_operation *operation
     }
 }
 
+static struct bkv_operation *take_from(struct bkv_inbox *inbox, int class)
+{
+    struct bkv_batch *batch = inbox->batches[class].first;
+    if (!batch)
+        return NULL;
+    struct bkv_operation *operation = &batch->operations[batch->next_operation++];
+    if (batch->next_operation == batch->operation_count)
+        bkv_batch_list_pop(&inbox->batches[class]);
+    bkv_turn_use(&inbox->turns, class, operation->length_bytes);
+    return operation;
+}
+
 /* Call with the inbox mutex held. */
 static struct bkv_operation *take(struct bkv_inbox *inbox)
 {
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
-        struct bkv_batch *batch = inbox->batches[class].first;
-        if (!batch)
-            continue;
-        struct bkv_operation *operation = &batch->operations[batch->next_operation++];
-        if (batch->next_operation == batch->operation_count)
-            bkv_batch_list_pop(&inbox->batches[class]);
-        return operation;
-    }
-    return NULL;
+    struct bkv_operation *operation = NULL;
+    uint64_t now_ns = bkv_now_ns();
+    for (int class = BKV_LOAD + 1; class < BKV_PRIORITY_COUNT && !operation; class++)
+        if (bkv_turn_due(&inbox->turns, class, inbox->batches[class].first, now_ns))
+            operation = take_from(inbox, class);
+    for (int class = 0; class < BKV_PRIORITY_COUNT && !operation; class++)
+        operation = take_from(inbox, class);
+    return operation;
 }
 
 static void *run(void *argument)

@@ -13,6 +13,7 @@
 #include "internal.h"
 #include "passthrough.h"
 #include "ring.h"
+#include "turns.h"
 
 enum {
     /* user_data of what is no operation; those are aligned, so neither is the address of one */
@@ -48,6 +49,7 @@ struct bkv_reactor {
     uint64_t class_bytes[BKV_PRIORITY_COUNT];    /* taken from the queues and not over */
     uint32_t taken_count;                        /* operations of these */
     uint64_t load_bytes;                         /* of BKV_LOAD what is read: metadata are written in that class too */
+    struct bkv_turns turns;
     uint64_t load_seen_ns;                       /* when there was last a load; 0: long ago */
     struct bkv_operation_list ready[BKV_PRIORITY_COUNT];
     struct bkv_batch *active; /* batches with operations in the ring */
@@ -220,46 +222,66 @@ static void look_into_arenas(struct bkv_reactor *reactor, struct bkv_operation *
     atomic_store_explicit(&engine->counts.arena_bytes, reactor->arenas.registered_bytes, memory_order_relaxed);
 }
 
+/* Issues the next operation of a class. False: it has none, or depth, window or staging do not allow it. */
+static bool issue_next(struct bkv_reactor *reactor, int class, bool loads_about,
+                       struct bkv_operation_list fill[BKV_PRIORITY_COUNT])
+{
+    struct bkv_operation *operation;
+    if (reactor->in_flight < reactor->engine->options.depth && (operation = bkv_list_pop(&reactor->ready[class]))) {
+        bkv_turn_use(&reactor->turns, class, operation->length_bytes);
+        issue(reactor, operation);
+        return true;
+    }
+    struct bkv_batch *batch = reactor->queue[class].first;
+    if (!batch || reactor->staging_exhausted || !has_room(reactor, class, loads_about))
+        return false;
+    operation = &batch->operations[batch->next_operation];
+    if (operation->staging_bytes && !stage(reactor, operation)) {
+        reactor->staging_exhausted = true;
+        return false;
+    }
+    reactor->class_bytes[class] += operation->length_bytes;
+    reactor->taken_count++;
+    if (class == BKV_LOAD && batch->direction == BKV_READ)
+        reactor->load_bytes += operation->length_bytes;
+    bkv_turn_use(&reactor->turns, class, operation->length_bytes);
+    if (reactor->arenas.count && operation->wants_fixed && operation->fixed_index < 0)
+        look_into_arenas(reactor, operation);
+    if (++batch->next_operation == batch->operation_count) {
+        bkv_batch_list_pop(&reactor->queue[class]);
+        reactor->deadline_count -= batch->deadline_ns != 0;
+    }
+    if (batch->direction == BKV_WRITE && operation->staging_bytes > BKV_INLINE_BYTES) {
+        bkv_list_push(&fill[class], operation);
+        return true;
+    }
+    if (batch->direction == BKV_WRITE && operation->staging_bytes)
+        bkv_operation_copy_in(reactor->engine, operation);
+    issue(reactor, operation);
+    return true;
+}
+
+static bool turn_is_due(struct bkv_reactor *reactor, int class, uint64_t now_ns)
+{
+    bool waits = reactor->queue[class].first || reactor->ready[class].first;
+    return bkv_turn_due(&reactor->turns, class, waits, now_ns);
+}
+
 /* Issues what depth and windows allow. Operations that hold staging come before those that want some, in every class:
  * otherwise a load could wait for staging held by a store that waits for the load. */
 static void issue_all(struct bkv_reactor *reactor)
 {
     struct bkv_operation_list fill[BKV_PRIORITY_COUNT] = {0};
-    uint32_t depth = reactor->engine->options.depth;
     expire_all(reactor);
     bool loads_about = loads_are_about(reactor);
     reactor->staging_exhausted = false;
-    for (int class = 0; class < BKV_PRIORITY_COUNT; class++) {
-        struct bkv_operation *operation;
-        while (reactor->in_flight < depth && (operation = bkv_list_pop(&reactor->ready[class])))
-            issue(reactor, operation);
-        struct bkv_batch *batch;
-        while (has_room(reactor, class, loads_about) && !reactor->staging_exhausted
-               && (batch = reactor->queue[class].first)) {
-            operation = &batch->operations[batch->next_operation];
-            if (operation->staging_bytes && !stage(reactor, operation)) {
-                reactor->staging_exhausted = true;
-                break;
-            }
-            reactor->class_bytes[class] += operation->length_bytes;
-            reactor->taken_count++;
-            if (class == BKV_LOAD && batch->direction == BKV_READ)
-                reactor->load_bytes += operation->length_bytes;
-            if (reactor->arenas.count && operation->wants_fixed && operation->fixed_index < 0)
-                look_into_arenas(reactor, operation);
-            if (++batch->next_operation == batch->operation_count) {
-                bkv_batch_list_pop(&reactor->queue[class]);
-                reactor->deadline_count -= batch->deadline_ns != 0;
-            }
-            if (batch->direction == BKV_WRITE && operation->staging_bytes > BKV_INLINE_BYTES) {
-                bkv_list_push(&fill[class], operation);
-            } else {
-                if (batch->direction == BKV_WRITE && operation->staging_bytes)
-                    bkv_operation_copy_in(reactor->engine, operation);
-                issue(reactor, operation);
-            }
-        }
-    }
+    uint64_t now_ns = bkv_now_ns();
+    for (int class = BKV_LOAD + 1; class < BKV_PRIORITY_COUNT; class++)
+        while (turn_is_due(reactor, class, now_ns) && issue_next(reactor, class, loads_about, fill))
+            ;
+    for (int class = 0; class < BKV_PRIORITY_COUNT; class++)
+        while (issue_next(reactor, class, loads_about, fill))
+            ;
     bkv_workers_add(reactor->engine, fill);
 }
 

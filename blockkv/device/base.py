@@ -45,7 +45,10 @@ class Direction(enum.IntEnum):
 
 
 class Priority(enum.IntEnum):
-    """Classes of work, served in this order: a waiting load never queues behind stores."""
+    """Classes of work, served in this order: a waiting load never queues behind stores.
+
+    A device may let the later ones have a little before that, so that loads without end stop nobody.
+    """
 
     LOAD = 0
     PRELOAD = 1

@@ -31,6 +31,9 @@ NOBODY = 65534
 
 engines = pytest.mark.parametrize("engine", ENGINES)
 
+LOADS_LIMIT = 1000
+"""More than are needed until others have their turns, and an end where they have none."""
+
 
 def image_of(directory: Path, size_bytes: int, name: str = "image.img") -> Path:
     image = directory / name
@@ -245,6 +248,41 @@ def test_loads_overtake_stores(loop_device, engine: str) -> None:
         for _ in range(4):
             assert finished.acquire(timeout=30)
     assert order == ["load", "preload", "store", "second store"]
+
+
+@engines
+def test_loads_that_never_end_leave_something_to_the_others(image_dir: Path, engine: str) -> None:
+    memory = Memory(16 * MIB)
+    loads = 0
+    one_is_over = threading.Semaphore(0)
+    others_are_over = threading.Event()
+    with engine_on(image_of(image_dir, 32 * MIB), engine, depth=2) as device:
+
+        def load() -> None:
+            batch = batch_of(Direction.READ, [(MIB, [(0, MIB)], [(memory.at(0), MIB)])] * 64)
+            batch.on_done = go_on
+            device.submit(batch)
+
+        def go_on(_: Batch) -> None:
+            nonlocal loads
+            loads += 1
+            if loads < LOADS_LIMIT and not others_are_over.is_set():
+                load()
+
+        def submit(direction: Direction, priority: Priority) -> None:
+            segments = [(memory.at(MIB), 8 * MIB)]
+            batch = batch_of(direction, [(8 * MIB, [(8 * MIB, 8 * MIB)], segments)], priority)
+            batch.on_done = lambda _: one_is_over.release()
+            device.submit(batch)
+
+        for _ in range(4):
+            load()
+        submit(Direction.WRITE, Priority.STORE)
+        submit(Direction.READ, Priority.PRELOAD)
+        for _ in range(2):
+            assert one_is_over.acquire(timeout=60)
+        others_are_over.set()
+    assert loads < LOADS_LIMIT
 
 
 def test_a_load_is_served_while_stores_hold_all_the_staging(loop_device) -> None:
