@@ -53,8 +53,10 @@ def watch_arenas(watcher: ArenaWatcher) -> None:
     """Tell `watcher`, for as long as it lives, of all arenas there are and will be."""
     with _lock:
         _watchers.add(watcher)
-        for address, size_bytes in _arenas.items():
-            watcher.arena_added(address, size_bytes)
+        for address in list(_arenas):
+            # Some may end meanwhile: finalizers run on this thread too, whatever it holds.
+            if address in _arenas:
+                watcher.arena_added(address, _arenas[address])
 
 
 def aligned_memory(size_bytes: int) -> memoryview:

@@ -94,6 +94,25 @@ def test_arenas_from_before_and_of_several_stores(image_dir: Path) -> None:
     assert not memory._arenas
 
 
+def test_arenas_that_end_while_a_watcher_is_told_of_them() -> None:
+    arenas = [arena(2 * MIB) for _ in range(4)]
+    addresses = [one.data_ptr() for one in arenas]
+    told: list[int] = []
+
+    class Watcher:
+        def arena_added(self, address: int, size_bytes: int) -> None:
+            told.append(address)
+            arenas.clear()
+
+        def arena_removed(self, address: int) -> None:
+            told.append(-address)
+
+    watcher = Watcher()
+    memory.watch_arenas(watcher)
+    assert told[0] == addresses[0]
+    assert sorted(told[1:]) == sorted(-address for address in addresses)
+
+
 def test_requests_across_slices_work(store: blockkv.Store) -> None:
     tensor = arena(2 * SLICE_BYTES + MIB)
     tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
