@@ -30,7 +30,15 @@ import numpy as np
 from blockkv.catalog.index import Entry, Index
 from blockkv.catalog.layouts import Layout, Layouts
 from blockkv.device.base import Device
-from blockkv.errors import DeviceError, DeviceLost, DeviceTooSmall, FormatError, InvalidArgument
+from blockkv.errors import (
+    DeviceError,
+    DeviceLost,
+    DeviceTooSmall,
+    FormatError,
+    InvalidArgument,
+    NotFormatted,
+    VersionTooNew,
+)
 from blockkv.format import record, superblock
 from blockkv.format.checkpoint import CheckpointReader
 from blockkv.format.geometry import PAGE_BYTES, SLOT_COUNT, SLOTS_PER_COPY, slot_offsets
@@ -103,6 +111,13 @@ def read_superblock(device: Device) -> tuple[Superblock, list[Finding]]:
     Raises NotFormatted, VersionTooNew, DeviceTooSmall (the device shrank), DeviceLost, and DeviceError where
     slots that may hold a newer one cannot be read just now.
     """
+    try:
+        return _read_superblock(device)
+    except (NotFormatted, VersionTooNew) as error:
+        raise type(error)(f"{device.path}: {error}") from None
+
+
+def _read_superblock(device: Device) -> tuple[Superblock, list[Finding]]:
     size_bytes = device.limits.size_bytes
     if size_bytes < SMALLEST_BYTES:
         superblock.choose([bytes(PAGE_BYTES)] * SLOT_COUNT)  # says what it misses

@@ -268,8 +268,8 @@ def test_device_that_shrank_is_refused(device: SimulatedDevice, open_on: Any) ->
 
 
 def test_blank_and_foreign_devices(open_on: Any) -> None:
-    with pytest.raises(blockkv.NotFormatted, match="blank"):
-        blockkv.open(SimulatedDevice(16 << 20))
+    with pytest.raises(blockkv.NotFormatted, match=r"^which: no blockkv superblock: .* are blank"):
+        blockkv.open(SimulatedDevice(16 << 20, path="which"))
     tiny = SimulatedDevice(1 << 20)
     with pytest.raises(blockkv.NotFormatted):
         blockkv.open(tiny)
