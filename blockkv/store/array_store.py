@@ -293,6 +293,7 @@ class ArrayStore(Store):
     def submit_get(
         self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
     ) -> StoreFuture[Any]:
+        due_ns(deadline_s)  # refuses what is none, also where no member is asked
         future: StoreFuture[Any] = StoreFuture()
         future.set_running_or_notify_cancel()
         miss = None if out is None else False

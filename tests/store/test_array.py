@@ -129,6 +129,8 @@ def test_deadlines_and_droppable_puts_reach_the_members() -> None:
         assert bytes_of(store.submit_get("in time", preload=True, deadline_s=60).result()) == b"in time"
         with pytest.raises(InvalidArgument):
             store.get_many(["elsewhere"], deadline_s=-1)
+        with pytest.raises(InvalidArgument):
+            store.submit_get("elsewhere", deadline_s=-1)
 
 
 @pytest.mark.requires_root
