@@ -36,6 +36,7 @@ struct bkv_reactor {
     pthread_t thread;
     int event_fd;
     bool event_armed;
+    bool event_read;                  /* and its alarm not yet */
     uint64_t event_value;
     struct __kernel_timespec at_once; /* how long the alarm waits: not at all */
     bool has_file, has_buffers;
@@ -315,8 +316,10 @@ static void reap(struct bkv_reactor *reactor)
     int32_t result;
     while (bkv_ring_next(&reactor->ring, &user_data, &result)) {
         if (user_data == ALARM_TAG)
-            reactor->event_armed = false;
-        else if (user_data != EVENT_TAG)
+            reactor->event_armed = reactor->event_read = false;
+        else if (user_data == EVENT_TAG)
+            reactor->event_read = true;
+        else
             complete(reactor, (struct bkv_operation *)(uintptr_t)user_data, result, heavy);
     }
     bkv_workers_add(reactor->engine, heavy);
@@ -486,7 +489,8 @@ static void enter(struct bkv_reactor *reactor)
     inbox->flight_count = reactor->in_flight;
     pthread_mutex_unlock(&inbox->mutex);
     bkv_count(&reactor->engine->counts.ring_enters, 1);
-    int code = bkv_ring_enter(&reactor->ring, sleep ? wait_count(reactor) : 0);
+    /* Between the event and its alarm nothing is armed: the alarm is due at once. */
+    int code = bkv_ring_enter(&reactor->ring, !sleep ? 0 : reactor->event_read ? 1 : wait_count(reactor));
     if (code) {
         /* The kernel is short of memory for requests, or the ring was taken from us (a late seccomp filter).
          * Requests in flight still own callers' memory, so there is nothing to do but to come back. */

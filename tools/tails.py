@@ -6,8 +6,8 @@
 
 In every round four measurements of --seconds each: gets of one chunk, one after the other, alone and while
 another thread puts batches of --batch-mib without a pause; and fio reading as much at a time at depth 1,
-alone and while another fio writes 512 KiB x 16. Each side reads in one part of the device and writes in the rest.
-Medians over the rounds.
+alone and while another fio writes 512 KiB x 16. Each side reads in one part of the device and writes in the
+rest. Medians over the rounds.
 
 A paced device is of no use here: its throttle lets bursts through and then waits.
 """

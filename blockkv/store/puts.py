@@ -88,8 +88,10 @@ class PutRun(WaveRun[_Put]):
             raise
         finally:
             if last:
-                self._drain()
-                self._give_up(self._own.copy())
+                try:
+                    self._drain()
+                finally:
+                    self._give_up(self._own.copy())
 
     def _add(self, items: list[tuple[int, Item]]) -> None:
         """Claim the keys that are not there yet, find space for their chunks, enqueue them."""

@@ -90,10 +90,12 @@ class WaveRun(ABC, Generic[Item]):
 
     def _drain(self) -> None:
         """Start what was collected and complete everything in flight."""
-        if self._wave.items:
-            self._start()
-        while self._in_flight:
-            self._finish()
+        try:
+            if self._wave.items:
+                self._start()
+        finally:
+            while self._in_flight:
+                self._finish()
 
     def _start(self) -> None:
         wave, self._wave = self._wave, self._new_wave()
@@ -105,13 +107,17 @@ class WaveRun(ABC, Generic[Item]):
         wave.dropped = not self._admit(wave.payload_bytes)
         if wave.dropped:
             return
-        self._fill(wave.batch, wave.items)
         try:
+            self._fill(wave.batch, wave.items)
             self._state.device.submit(wave.batch)
         except BlockKVError as error:
             wave.refusal = error
             if self._then is not None:
                 self._complete_and_tell(wave)
+        except BaseException as error:
+            # No memory. Nothing is in flight; what the wave holds is given back, as for a refused one.
+            wave.refusal = BlockKVError(f"the requests could not be made: {error!r}")
+            raise
 
     def _admit(self, payload_bytes: int) -> bool:
         """Whether a wave of that size may go to the device; may wait until it may."""

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import blockkv
+from blockkv.store.gets import GetRun
+from blockkv.store.puts import PutRun
 
 ROUNDS = 250
 
@@ -164,3 +166,23 @@ def test_text_that_is_no_text(image_dir: Path) -> None:
             store.get_many("abc")
         with pytest.raises(blockkv.InvalidArgument, match="pairs"):
             store.put_many(["abc"])  # type: ignore[list-item]
+
+
+def test_a_wave_that_could_not_be_made_leaves_nothing_claimed(
+    image_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = image_dir / "store.img"
+    blockkv.format(target, size="64MiB")
+    with blockkv.open(target) as store:
+        store.put("there", b"before")
+        for run in (PutRun, GetRun):
+            with monkeypatch.context() as patch:
+                patch.setattr(run, "_fill", lambda *_: exec("raise MemoryError"))
+                with pytest.raises(MemoryError):
+                    store.put_many([("a", b"1"), ("b", b"2")]) if run is PutRun else store.get("there")
+        state = store._state
+        assert not state.claims
+        assert state.store_bytes == state.reserved_record_bytes == 0
+        assert not state.any_leased()
+        assert store.put("a", b"1")
+        assert store.check(payload=True).ok
