@@ -77,8 +77,8 @@ void bkv_list_append(struct bkv_operation_list *list, struct bkv_operation_list 
 const struct iovec *bkv_operation_memory(const struct bkv_operation *operation, uint32_t *count);
 
 void bkv_operation_attach_staging(struct bkv_operation *operation, uint8_t *staging);
-/* Copies to the staging slot; the leaves that `bkv_operation_mark_leaves` marked are hashed on the way, while they are in
- * a cache. */
+/* Copies to the staging slot; the leaves that `bkv_operation_mark_leaves` marked are hashed on the way, while they are
+ * in a cache. */
 void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *operation);
 /* Copies from the staging slot what arrived, and accounts for it as bkv_batch_arrived does. */
 uint64_t bkv_operation_arrived(struct bkv_operation *operation, uint64_t *hashed_bytes);
