@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
     {"store", "tensors"},
     {"", "testing"},  # "" is blockkv/__init__.py: the public names
     {"cli", "connectors", "demo", "bench"},
+    {"__main__"},
 ]
 """Lowest first; first component of the module name below `blockkv`."""
 
@@ -33,7 +34,7 @@ PUBLIC_ONLY = {"connectors", "demo", "bench"}
 """Written as a user would write them: they see the public API and their own package, nothing else."""
 PUBLIC_MODULES = {"blockkv", "blockkv.errors", "blockkv.testing"}
 
-ENTRY_POINTS = {"blockkv", "blockkv.testing"}
+ENTRY_POINTS = {"blockkv", "blockkv.testing", "blockkv.__main__"}
 """Reached by users rather than by other modules; those of pyproject.toml come on top."""
 
 
