@@ -229,7 +229,8 @@ def _cgroup(device: Path, read_bytes_per_s: int, write_bytes_per_s: int) -> Iter
             raise
         raise BlockKVError(f"no cgroup under {root} can pace {device}: {error}") from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        # Processes that were killed a moment ago may still be in it; the next run removes what is left then.
+        with contextlib.suppress(OSError):
             cgroup.rmdir()
 
 
