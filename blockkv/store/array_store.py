@@ -24,7 +24,6 @@ import functools
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,11 +51,11 @@ from blockkv.store.member import Member
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
 from blockkv.store.store import (
     BELONGS_TO_PARENT,
-    STORE_THREADS,
     ChunkInfo,
     Store,
     StoreFuture,
     due_ns,
+    left_s,
     several_keys,
 )
 from blockkv.tensors import Tensors
@@ -115,11 +114,6 @@ class _Wish:
     deadline_ns: int
     """In `time.monotonic_ns`; 0: none."""
 
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the deadline."""
-        return max(0, self.deadline_ns - time.monotonic_ns()) / 1e9 if self.deadline_ns else None
-
 
 class _Stopped(Exception):
     """Ends a check of a member whose array has been interrupted."""
@@ -172,70 +166,15 @@ class ArrayStore(Store):
         self._readers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-get", self._go_inside)
         _open_arrays.add(self)
 
+    @property
+    def _shared_lock(self) -> threading.RLock:
+        return self._lock
+
+    @property
+    def _where(self) -> str:
+        return self._paths
+
     # -- writing ---------------------------------------------------------------------------------------
-
-    def put(
-        self,
-        key: Key,
-        tensors: Tensors,
-        durable: bool = False,
-        *,
-        droppable: bool = False,
-        deadline_s: float | None = None,
-    ) -> bool:
-        results, errors = self._put_all([(key, tensors)], _Wish(durable, droppable, due_ns(deadline_s)))
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    def put_many(
-        self,
-        items: Mapping[Any, Tensors] | Iterable[tuple[Key, Tensors]],
-        durable: bool = False,
-        *,
-        droppable: bool = False,
-        deadline_s: float | None = None,
-    ) -> list[bool]:
-        pairs = list(items.items() if isinstance(items, Mapping) else items)
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
-        results, errors = self._put_all(pairs, _Wish(durable, droppable, due_ns(deadline_s)))
-        if errors:
-            raise BatchError(results, errors)
-        return results
-
-    def submit_put(
-        self,
-        key: Key,
-        tensors: Tensors,
-        durable: bool = False,
-        *,
-        droppable: bool = False,
-        deadline_s: float | None = None,
-    ) -> StoreFuture[bool]:
-        wish = _Wish(durable, droppable, due_ns(deadline_s))
-        with self._lock:
-            self._check_open()
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(STORE_THREADS, "blockkv-put", self._go_inside)
-        future: StoreFuture[bool] = StoreFuture()
-
-        def carry_out() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                results, errors = self._put_all([(key, tensors)], wish)
-                if errors:
-                    raise errors[0]
-                future.set_result(results[0])
-            except BaseException as error:
-                future.set_exception(error)
-
-        try:
-            self._executor.submit(carry_out)
-        except RuntimeError:
-            raise StoreClosed(f"{self._paths}: the store is being closed") from None
-        return future
 
     def delete(self, key: Key, durable: bool = False) -> bool:
         digest = key_digest(encode_key(key))
@@ -263,32 +202,6 @@ class ArrayStore(Store):
             self._on_writable(lambda member: member.store.checkpoint())
 
     # -- reading ---------------------------------------------------------------------------------------
-
-    def get(
-        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
-    ) -> Any:
-        outputs = None if out is None else [out]
-        results, errors = self._get_all([key], outputs, preload, deadline_s)
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    def get_many(
-        self,
-        keys: Iterable[Key],
-        outs: Iterable[Any] | None = None,
-        *,
-        preload: bool = False,
-        deadline_s: float | None = None,
-    ) -> list[Any]:
-        wanted = several_keys(keys)
-        outputs = None if outs is None else list(outs)
-        if outputs is not None and len(outputs) != len(wanted):
-            raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
-        results, errors = self._get_all(wanted, outputs, preload, deadline_s)
-        if errors:
-            raise BatchError(results, errors)
-        return results
 
     def submit_get(
         self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
@@ -657,14 +570,15 @@ class ArrayStore(Store):
 
     # -- puts ------------------------------------------------------------------------------------------
 
-    def _put_all(
-        self, pairs: list[tuple[Key, Tensors]], wish: _Wish
+    def _put(
+        self, items: list[tuple[Key, Tensors]], durable: bool, droppable: bool, deadline_ns: int
     ) -> tuple[list[bool], dict[int, BlockKVError]]:
-        results = [False] * len(pairs)
+        wish = _Wish(durable, droppable, deadline_ns)
+        results = [False] * len(items)
         errors: dict[int, BlockKVError] = {}
         with self._operation(writing=True):
             waiting = []
-            for position, (key, value) in enumerate(pairs):
+            for position, (key, value) in enumerate(items):
                 try:
                     digest = key_digest(encode_key(key))
                 except BlockKVError as error:
@@ -824,14 +738,9 @@ class ArrayStore(Store):
 
     # -- gets ------------------------------------------------------------------------------------------
 
-    def _get_all(
-        self,
-        keys: Sequence[Key],
-        outputs: Sequence[Any] | None,
-        preload: bool,
-        deadline_s: float | None,
+    def _get(
+        self, keys: Sequence[Key], outputs: Sequence[Any] | None, preload: bool, deadline_ns: int
     ) -> tuple[list[Any], dict[int, BlockKVError]]:
-        due_ns(deadline_s)  # refuses what is none, also where no member is asked
         miss = None if outputs is None else False
         results: list[Any] = [miss] * len(keys)
         errors: dict[int, BlockKVError] = {}
@@ -857,7 +766,7 @@ class ArrayStore(Store):
                     [keys[position] for position in positions],
                     None if outputs is None else [outputs[position] for position in positions],
                     preload,
-                    deadline_s,
+                    left_s(deadline_ns),
                 )
                 for member, positions in wanted.items()
             ]
@@ -1018,7 +927,9 @@ def _put_on(member: Member, puts: Sequence[_Put], wish: _Wish) -> list[bool | Bl
     pairs = [(put.key, put.value) for put in puts]
     try:
         return list(
-            member.store.put_many(pairs, wish.durable, droppable=wish.droppable, deadline_s=wish.left_s)
+            member.store.put_many(
+                pairs, wish.durable, droppable=wish.droppable, deadline_s=left_s(wish.deadline_ns)
+            )
         )
     except BatchError as error:
         return [error.errors.get(number, bool(result)) for number, result in enumerate(error.results)]

@@ -137,6 +137,15 @@ class Store:
             self._state.log.start(options.commit_interval_ms / 1000)
         _open_stores.add(self)
 
+    @property
+    def _shared_lock(self) -> threading.RLock:
+        return self._state.lock
+
+    @property
+    def _where(self) -> str:
+        """For messages: what the store is on."""
+        return self._state.device.path
+
     # -- writing ---------------------------------------------------------------------------------------
 
     def put(
@@ -200,7 +209,7 @@ class Store:
     ) -> StoreFuture[bool]:
         """`put` in the background, on one of a few threads. The future can be waited for or awaited."""
         deadline_ns = due_ns(deadline_s)
-        with self._state.lock:
+        with self._shared_lock:
             self._check_open()
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(STORE_THREADS, "blockkv-put", self._go_inside)
@@ -220,7 +229,7 @@ class Store:
         try:
             self._executor.submit(carry_out)
         except RuntimeError:
-            raise StoreClosed(f"{self._state.device.path}: the store is being closed") from None
+            raise StoreClosed(f"{self._where}: the store is being closed") from None
         return future
 
     def delete(self, key: Key, durable: bool = False) -> bool:
@@ -752,6 +761,11 @@ def due_ns(deadline_s: float | None) -> int:
     return time.monotonic_ns() + int(deadline_s * 1e9) + 1
 
 
+def left_s(deadline_ns: int) -> float | None:
+    """Seconds until a moment that `due_ns` gave."""
+    return max(0, deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
+
+
 def several_keys(keys: Iterable[Key]) -> list[Key]:
     """Keys as a list. Raises InvalidArgument for a single one."""
     if isinstance(keys, (str, bytes)):
@@ -771,21 +785,7 @@ def open_store(
     discard: bool = False,
     max_store_bytes: int = 256 << 20,
 ) -> Store:
-    """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
-
-    `read_only`: nothing is written, not even a superblock. `evict`: make room by dropping the least recently
-    used chunks when full, else raise StoreFull. `verify=False` skips the checksum on gets and is meant for
-    measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it; "passthrough"
-    sends NVMe commands to a whole namespace, which a path such as /dev/ng0n1 also asks for. `depth`: requests
-    in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
-    it to `commit`. `discard`: tell the device about freed space, after the delete is durable.
-    `max_store_bytes`: payload of puts that the device may have at once; more wait, or may be dropped.
-
-    Opening costs one read of the checkpoint and of the journal written since, whatever the device's size.
-
-    Raises DeviceBusy (open elsewhere), DeviceReadOnly, DeviceError, NotFormatted, VersionTooNew,
-    DeviceTooSmall (the device shrank), WrongStore (the same store is open through another device).
-    """
+    """Open a store that is no array. Options, and what is raised: `blockkv.store.array_open.open_any`."""
     options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes)
     with interrupts:
         if isinstance(path, Device):

@@ -40,7 +40,7 @@ from blockkv.testing import Crash, Fault, FaultKind, FaultPlan, OperationKind, S
 
 SIZE_BYTES = 32 << 20
 PATIENCE_S = 60
-LINKED = ("__contains__", "__enter__", "__exit__")
+LINKED = ("__contains__", "__enter__", "__exit__", "get", "get_many", "put", "put_many", "submit_put")
 """What the array has from `Store`, because it only calls what the array has itself."""
 
 
@@ -108,6 +108,13 @@ def test_an_array_has_every_method_of_a_store() -> None:
             assert [*ours.parameters] == [*theirs.parameters], name
             defaults = [one.default for one in ours.parameters.values()]
             assert defaults == [one.default for one in theirs.parameters.values()], name
+
+
+def test_calls_with_chunks_come_down_to_what_the_array_has_itself() -> None:
+    for name in ("_get", "_put"):
+        ours, theirs = getattr(ArrayStore, name), getattr(blockkv.Store, name)
+        assert ours is not theirs
+        assert inspect.signature(ours) == inspect.signature(theirs)
 
 
 def test_an_array_is_opened_with_every_option_of_a_store() -> None:
