@@ -10,21 +10,34 @@ device, checksums (`blockkv.store`, the engine).
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blockkv.catalog.layouts import TEXT_LIMIT_BYTES, Layout, TensorSpec, torch_dtype
-from blockkv.errors import InvalidArgument, LayoutMismatch
+from blockkv.errors import BlockKVError, InvalidArgument, LayoutMismatch
 from blockkv.format.record import LAYOUT_BODY_MAX
 from blockkv.memory import aligned_memory, unwritable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Described", "Tensors", "allocate", "describe", "describe_output", "read_only"]
+__all__ = [
+    "Described",
+    "Occupied",
+    "Pieces",
+    "Tensors",
+    "allocate",
+    "describe",
+    "describe_many",
+    "describe_output",
+    "describe_outputs",
+]
 
 Tensors: TypeAlias = (
     "torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | bytes | bytearray | memoryview"
@@ -61,6 +74,63 @@ class Described:
     """For outputs too finely strided for direct I/O: (caller's tensor, our contiguous stand-in)."""
 
 
+@dataclass(slots=True)
+class Pieces:
+    """Several values ready for transfer, column by column."""
+
+    layouts: Sequence[Layout]
+    sizes_bytes: Sequence[int]
+    """Payload of each."""
+    segments: array[int]
+    """Memory address, bytes, memory address, bytes, ... of all, in order."""
+    segment_counts: array[int]
+    """How many segments each has."""
+    keepalive: Sequence[object]
+    """One for each; it must outlive the transfer."""
+    described: Sequence[Described] = ()
+    """Each, unless all of them are tensors that are one piece of memory as they stand."""
+
+    def cut(self, first: int, end: int) -> Pieces:
+        """Those from `first` up to `end`."""
+        if first == 0 and end == len(self.sizes_bytes):
+            return self
+        before, within = first, end - first
+        if len(self.segments) != 2 * len(self.segment_counts):
+            before, within = sum(self.segment_counts[:first]), sum(self.segment_counts[first:end])
+        return Pieces(
+            self.layouts[first:end],
+            self.sizes_bytes[first:end],
+            self.segments[2 * before : 2 * (before + within)],
+            self.segment_counts[first:end],
+            self.keepalive[first:end],
+            self.described[first:end],
+        )
+
+    def segments_of(self, number: int) -> list[Segment]:
+        """Those of one value."""
+        before, count = sum(self.segment_counts[:number]), self.segment_counts[number]
+        flat = self.segments[2 * before : 2 * (before + count)]
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Payload that was, or will be, copied because its pieces are too short."""
+        return sum(one.copied_bytes for one in self.described)
+
+    @classmethod
+    def of(cls, described: Sequence[Described]) -> Pieces:
+        """Values that were described one by one."""
+        flat = itertools.chain.from_iterable(itertools.chain.from_iterable(one.segments for one in described))
+        return cls(
+            [one.layout for one in described],
+            [one.payload_bytes for one in described],
+            array("Q", flat),
+            array("I", [len(one.segments) for one in described]),
+            [one.keepalive for one in described],
+            described,
+        )
+
+
 @lru_cache(maxsize=4096)
 def _single_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
     return Layout("tensor", (TensorSpec("", str(dtype).removeprefix("torch."), tuple(shape)),))
@@ -77,11 +147,6 @@ def describe(value: Tensors) -> Described:
 
     Raises InvalidArgument for anything that is not a dense CPU tensor with at least one element.
     """
-    import torch
-
-    if type(value) is torch.Tensor and _is_plain(value):
-        layout = _single_layout(value.dtype, value.shape)
-        return Described(layout, [(value.data_ptr(), value.nbytes)], value.nbytes, [value])
     form, named = _named_tensors(value)
     layout = _layout_of(form, named)
     if len(layout.body) > LAYOUT_BODY_MAX or layout.text_bytes > TEXT_LIMIT_BYTES:
@@ -108,16 +173,8 @@ def describe_output(value: Any, layout: Layout) -> Described:
 
     Raises LayoutMismatch with both layouts, before anything was written. A writable bytes-like object of the
     payload's size fits any layout. Whether a tensor's memory may be written to is another question: see
-    `read_only`.
+    `describe_outputs`.
     """
-    import torch
-
-    if (
-        type(value) is torch.Tensor
-        and _is_plain(value)
-        and _single_layout(value.dtype, value.shape) == layout
-    ):
-        return Described(layout, [(value.data_ptr(), value.nbytes)], value.nbytes, [value])
     if not _is_tensor(value) and not isinstance(value, (Mapping, list, tuple)):
         view = _byte_view(value)
         if view.readonly:
@@ -155,11 +212,94 @@ def describe_output(value: Any, layout: Layout) -> Described:
     return described
 
 
-def read_only(outputs: Sequence[Described]) -> set[int]:
-    """The positions of outputs in memory that is mapped read-only.
+def describe_many(values: Sequence[Tensors]) -> tuple[Pieces, dict[int, BlockKVError]]:
+    """`describe` for many values: those that can be put, in order, and what is wrong with the others."""
+    pieces = _plain_pieces(values)
+    if pieces is not None:
+        return pieces, {}
+    described: list[Described] = []
+    errors: dict[int, BlockKVError] = {}
+    for position, value in enumerate(values):
+        try:
+            described.append(describe(value))
+        except BlockKVError as error:
+            errors[position] = error
+    return Pieces.of(described), errors
 
-    A tensor does not say so, and a copy to it would end the process.
+
+class Occupied:
+    """Memory that outputs of one call have taken."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        """(first address, end), ascending."""
+
+    def add(self, segments: array[int]) -> bool:
+        """Take these segments, address and bytes in turn; False, and none taken, where some are taken."""
+        addresses = segments[::2]
+        added = sorted(zip(addresses, map(operator.add, addresses, segments[1::2]), strict=True))
+        joined: list[tuple[int, int]] = []
+        last_end = -1
+        for start, end in sorted(self._ranges + added) if self._ranges else added:
+            if start < last_end:
+                return False
+            if start == last_end:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+            last_end = end
+        self._ranges = joined
+        return True
+
+
+def describe_outputs(
+    values: Sequence[Any], layouts: Sequence[Layout], occupied: Occupied
+) -> tuple[Pieces, dict[int, BlockKVError]]:
+    """`describe_output` for many: those that can be read into, in order, and what is wrong with the others.
+
+    Wrong is also memory that is occupied by one before, and read-only memory where we would copy to it: a
+    tensor does not say that it is, and a copy would end the process. Without a copy the device says so.
     """
+    pieces = _plain_pieces(values)
+    if (
+        pieces is not None
+        and _all_equal(pieces.layouts, layouts)
+        and not (_any_copied(pieces.segments) and unwritable(pieces.segments[::2]))
+        and occupied.add(pieces.segments)
+    ):
+        return pieces, {}
+    errors: dict[int, BlockKVError] = {}
+    described: list[Described] = []
+    positions: list[int] = []
+    for position, (value, layout) in enumerate(zip(values, layouts, strict=True)):
+        try:
+            described.append(describe_output(value, layout))
+            positions.append(position)
+        except BlockKVError as error:
+            errors[position] = error
+    errors |= {positions[number]: read_only_error() for number in _read_only(described)}
+    usable = [number for number, position in enumerate(positions) if position not in errors]
+    pieces = Pieces.of([described[number] for number in usable])
+    if occupied.add(pieces.segments):
+        return pieces, errors
+    apart: list[Described] = []
+    for number in usable:
+        if occupied.add(Pieces.of([described[number]]).segments):
+            apart.append(described[number])
+        else:
+            errors[positions[number]] = InvalidArgument(
+                "out= overlaps that of another key of the call; every chunk needs memory of its own"
+            )
+    return Pieces.of(apart), errors
+
+
+def _any_copied(segments: array[int]) -> bool:
+    """Whether some are not aligned for direct I/O on every device, and will be copied to."""
+    return functools.reduce(operator.or_, segments, 0) % DIRECT_ALIGNMENT_BYTES != 0
+
+
+def _read_only(outputs: Sequence[Described]) -> set[int]:
+    """The positions of outputs in memory that is mapped read-only."""
     owners: list[int] = []
     addresses: list[int] = []
     for position, described in enumerate(outputs):
@@ -172,63 +312,69 @@ def read_only(outputs: Sequence[Described]) -> set[int]:
     return {owners[index] for index in unwritable(addresses)}
 
 
-def overlapping(outputs: Sequence[Described]) -> set[int]:
-    """The positions of outputs that have memory in common with one before them."""
-
-    def meet(chosen: Iterable[int]) -> bool:
-        occupied = sorted(segment for position in chosen for segment in outputs[position].segments)
-        return any(start + size > following for (start, size), (following, _) in itertools.pairwise(occupied))
-
-    if not meet(range(len(outputs))):
-        return set()
-    apart: list[int] = []
-    for position in range(len(outputs)):
-        if not meet([*apart, position]):
-            apart.append(position)
-    return set(range(len(outputs))).difference(apart)
+def read_only_error() -> InvalidArgument:
+    """For a get whose output cannot be written to."""
+    return InvalidArgument("out= is memory that is mapped read-only; give memory that can be written to")
 
 
-def allocate(layouts: Sequence[Layout]) -> list[tuple[Any, Described]]:
-    """Fresh aligned tensors for each layout, in the form they were put, and their segments.
+def allocate(layouts: Sequence[Layout]) -> tuple[list[Any], Pieces]:
+    """Fresh aligned tensors for each layout, in the form they were put.
 
     Successive small chunks of one layout share memory, which stays as long as any tensor in it.
     """
-    found: list[tuple[Any, Described]] = []
+    values: list[Any] = []
+    segments, counts = array("Q"), array("I")
+    keepalive: list[object] = []
     for _, group in itertools.groupby(layouts, key=id):
         alike = list(group)
-        stride_bytes = _round_up(_places(alike[0])[1], DIRECT_ALIGNMENT_BYTES)
+        offsets, size_bytes = _places(alike[0])
+        stride_bytes = _round_up(size_bytes, DIRECT_ALIGNMENT_BYTES)
         at_a_time = max(1, SHARED_BYTES // stride_bytes)
         for first in range(0, len(alike), at_a_time):
-            found += _allocate_alike(alike[0], len(alike[first : first + at_a_time]), stride_bytes)
-    return found
+            count = len(alike[first : first + at_a_time])
+            memory = torch_memory(count * stride_bytes)
+            values += _values_in(memory.view(count, stride_bytes), alike[0], offsets)
+            pieces = _pieces_of_one(alike[0], memory.data_ptr(), offsets)
+            for row in range(count):
+                for address, length_bytes in pieces:
+                    segments.append(address + row * stride_bytes)
+                    segments.append(length_bytes)
+            counts.extend([len(pieces)] * count)
+            keepalive += [memory] * count
+    return values, Pieces(layouts, [layout.payload_bytes for layout in layouts], segments, counts, keepalive)
 
 
-def _allocate_alike(layout: Layout, count: int, stride_bytes: int) -> list[tuple[Any, Described]]:
+def torch_memory(size_bytes: int) -> torch.Tensor:
+    """Aligned memory as uint8."""
     import torch
 
-    offsets, _ = _places(layout)
-    memory = torch.frombuffer(aligned_memory(count * stride_bytes), dtype=torch.uint8)
-    table = memory.view(count, stride_bytes)
+    return torch.frombuffer(aligned_memory(size_bytes), dtype=torch.uint8)
+
+
+def _values_in(table: torch.Tensor, layout: Layout, offsets: Sequence[int]) -> list[Any]:
+    """The values of a layout, one for each row of bytes, its tensors at `offsets`."""
     columns = [
         table[:, offset : offset + spec.size_bytes]
         .view(torch_dtype(spec.dtype))
-        .view(count, *spec.shape)
+        .view(len(table), *spec.shape)
         .unbind(0)
         for spec, offset in zip(layout.specs, offsets, strict=True)
     ]
+    if layout.form == "tensor":
+        return list(columns[0])
+    rows = zip(*columns, strict=True)
+    if layout.form == "list":
+        return [list(tensors) for tensors in rows]
+    names = [spec.name for spec in layout.specs]
+    return [dict(zip(names, tensors, strict=True)) for tensors in rows]
+
+
+def _pieces_of_one(layout: Layout, address: int, offsets: Sequence[int]) -> list[Segment]:
+    """The segments of a value whose tensors lie at `offsets`."""
     pieces: list[Segment] = []
     for spec, offset in zip(layout.specs, offsets, strict=True):
-        _extend(pieces, [(memory.data_ptr() + offset, spec.size_bytes)])
-    found: list[tuple[Any, Described]] = []
-    for row, tensors in enumerate(zip(*columns, strict=True)):
-        segments = [(address + row * stride_bytes, size_bytes) for address, size_bytes in pieces]
-        value: Any = list(tensors)
-        if layout.form == "tensor":
-            value = tensors[0]
-        elif layout.form == "dict":
-            value = {spec.name: tensor for spec, tensor in zip(layout.specs, tensors, strict=True)}
-        found.append((value, Described(layout, segments, layout.payload_bytes, [memory])))
-    return found
+        _extend(pieces, [(address + offset, spec.size_bytes)])
+    return pieces
 
 
 def _places(layout: Layout) -> tuple[list[int], int]:
@@ -245,20 +391,44 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one piece of memory as it stands: nearly all are, and need no closer look."""
+_KIND = operator.attrgetter("dtype", "shape", "is_cpu", "layout", "is_nested", "is_quantized")
+
+
+def _plain_pieces(values: Sequence[Any]) -> Pieces | None:
+    """Tensors that are each one piece of memory as they stand, or None where one is not.
+
+    Nearly all are. They are looked at all together, which takes a fraction of a look at each.
+    """
     import torch
 
-    return (
-        tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-        and tensor.numel() > 0
-    )
+    if set(map(type, values)) != {torch.Tensor}:
+        return None
+    try:
+        kinds = list(map(_KIND, values))
+    except RuntimeError:  # nested tensors have no shape
+        return None
+    layouts: dict[Any, Layout] = {}
+    for kind in set(kinds):
+        dtype, shape, is_cpu, layout, is_nested, is_quantized = kind
+        if not is_cpu or layout is not torch.strided or is_nested or is_quantized or 0 in shape:
+            return None
+        if dtype.is_complex and any(map(torch.Tensor.is_conj, values)):
+            return None
+        layouts[kind] = _single_layout(dtype, shape)
+    if not all(map(torch.Tensor.is_contiguous, values)) or any(map(torch.Tensor.is_neg, values)):
+        return None
+    each = [layouts[kind] for kind in kinds]
+    sizes_bytes = [layout.payload_bytes for layout in each]
+    segments = array("Q", bytes(16 * len(values)))
+    segments[::2] = array("Q", map(torch.Tensor.data_ptr, values))
+    segments[1::2] = array("Q", sizes_bytes)
+    return Pieces(each, sizes_bytes, segments, array("I", [1]) * len(values), values)
+
+
+def _all_equal(found: Sequence[Layout], wanted: Sequence[Layout]) -> bool:
+    """Whether these layouts, a few objects many times over, are the same in turn."""
+    pairs = {(id(one), id(other)): (one, other) for one, other in zip(found, wanted, strict=True)}
+    return all(one == other for one, other in pairs.values())
 
 
 def _is_tensor(value: object) -> bool:

@@ -470,29 +470,69 @@ uint32_t bkv_index_next_idle(const struct bkv_index *index, uint32_t entry)
     return entry;
 }
 
+uint32_t bkv_index_victims(const struct bkv_index *index, uint64_t units, uint32_t room, uint32_t *entries)
+{
+    uint32_t count = 0;
+    uint64_t found = 0;
+    for (uint32_t entry = 0; count < room && found < units && (entry = bkv_index_next_idle(index, entry));) {
+        entries[count++] = entry;
+        found += (put_of(node_at(index, entry))->payload_bytes + BKV_UNIT_BYTES - 1) / BKV_UNIT_BYTES;
+    }
+    return count;
+}
+
+void bkv_index_sum(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
+                   struct bkv_index_totals *totals)
+{
+    *totals = (struct bkv_index_totals){.chunks = count};
+    for (uint32_t i = 0; i < count; i++) {
+        const struct node *node = node_at(index, entries[i]);
+        totals->record_bytes += bytes_of(node);
+        totals->payload_bytes += put_of(node)->payload_bytes;
+        totals->extents += put_of(node)->extent_count;
+    }
+}
+
+/* Fills in item `i` of the columns; its extents go to `pair`, which moves on. */
+static void export_one(const struct node *node, struct bkv_index_columns *columns, uint64_t i, uint64_t *pair)
+{
+    const struct bkv_put *put = put_of(node);
+    if (columns->layout_ids)
+        columns->layout_ids[i] = put->layout_id;
+    if (columns->record_bytes)
+        columns->record_bytes[i] = bytes_of(node);
+    if (columns->log_sequences)
+        columns->log_sequences[i] = put->log_sequence;
+    if (columns->payload_bytes)
+        columns->payload_bytes[i] = put->payload_bytes;
+    if (columns->digests)
+        memcpy(columns->digests + i * BKV_DIGEST_BYTES, put->digest, BKV_DIGEST_BYTES);
+    for (uint32_t e = 0; columns->extents && e < put->extent_count; e++) {
+        struct bkv_units extent = bkv_put_extent(record_of(node), e);
+        columns->extents[(*pair)++] = extent.start;
+        columns->extents[(*pair)++] = extent.count;
+    }
+}
+
+void bkv_index_take(struct bkv_index *index, const uint32_t *entries, uint32_t count,
+                    struct bkv_index_columns *columns)
+{
+    uint64_t pair = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        export_one(node_at(index, entries[i]), columns, i, &pair);
+        bkv_index_remove(index, entries[i]);
+        bkv_index_drop(index, entries[i]);
+    }
+}
+
 void bkv_index_export(const struct bkv_index *index, struct bkv_index_columns *columns)
 {
     uint64_t i = 0, pair = 0;
     for (uint32_t entry = index->oldest; entry; entry = node_at(index, entry)->newer, i++) {
         const struct node *node = node_at(index, entry);
-        const struct bkv_put *put = put_of(node);
         if (node->newer)
             __builtin_prefetch(node_at(index, node->newer));
-        if (columns->layout_ids)
-            columns->layout_ids[i] = put->layout_id;
-        if (columns->record_bytes)
-            columns->record_bytes[i] = bytes_of(node);
-        if (columns->log_sequences)
-            columns->log_sequences[i] = put->log_sequence;
-        if (columns->payload_bytes)
-            columns->payload_bytes[i] = put->payload_bytes;
-        if (columns->digests)
-            memcpy(columns->digests + i * BKV_DIGEST_BYTES, put->digest, BKV_DIGEST_BYTES);
-        for (uint32_t e = 0; columns->extents && e < put->extent_count; e++) {
-            struct bkv_units extent = bkv_put_extent(record_of(node), e);
-            columns->extents[pair++] = extent.start;
-            columns->extents[pair++] = extent.count;
-        }
+        export_one(node, columns, i, &pair);
     }
 }
 
@@ -648,72 +688,106 @@ int64_t bkv_index_insert_many(struct bkv_index *index, const struct bkv_index_pu
     return code;
 }
 
-void bkv_index_acquire(struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *entries)
+uint32_t bkv_index_acquire(struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *columns,
+                           uint64_t *payload_bytes)
 {
+    uint32_t *positions = columns, *entries = columns + count, *layout_ids = entries + count;
+    uint32_t *extent_counts = layout_ids + count;
+    uint32_t found = 0;
     for (uint32_t i = 0; i < count; i++)
         __builtin_prefetch(&index->buckets[home_of(index, digests + (uint64_t)i * BKV_DIGEST_BYTES)]);
     for (uint32_t i = 0; i < count; i++) {
-        entries[i] = bkv_index_find(index, digests + (uint64_t)i * BKV_DIGEST_BYTES);
-        if (entries[i]) {
-            bkv_index_touch(index, entries[i]);
-            bkv_index_lease(index, entries[i]);
-        }
+        uint32_t entry = bkv_index_find(index, digests + (uint64_t)i * BKV_DIGEST_BYTES);
+        if (!entry)
+            continue;
+        bkv_index_touch(index, entry);
+        bkv_index_lease(index, entry);
+        const struct bkv_put *put = put_of(node_at(index, entry));
+        positions[found] = i;
+        entries[found] = entry;
+        layout_ids[found] = put->layout_id;
+        extent_counts[found] = put->extent_count;
+        payload_bytes[found++] = put->payload_bytes;
     }
+    return found;
 }
 
-uint64_t bkv_index_sizes(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
-                         uint64_t *payload_bytes, uint32_t *layout_ids)
+uint32_t bkv_index_release_many(struct bkv_index *index, uint32_t *entries, uint32_t count)
 {
-    uint64_t extents = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        const struct bkv_put *put = put_of(node_at(index, entries[i]));
-        payload_bytes[i] = put->payload_bytes;
-        layout_ids[i] = put->layout_id;
-        extents += put->extent_count;
+    uint32_t last = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (!bkv_index_release(index, entries[i]) && !bkv_index_holds(index, entries[i]))
+            entries[last++] = entries[i];
+    return last;
+}
+
+/* A transfer behind another, or the first. */
+static struct bkv_transfer follow(const struct bkv_transfer *previous, uint64_t payload_bytes, uint32_t extent_count,
+                                  uint32_t segment_count, uint64_t leaf_bytes)
+{
+    struct bkv_transfer transfer = {
+        .payload_bytes = payload_bytes,
+        .extent_count = extent_count,
+        .segment_count = segment_count,
+        .leaf_bytes = leaf_bytes,
+        .leaf_count = leaf_bytes ? (uint32_t)((payload_bytes + leaf_bytes - 1) / leaf_bytes) : 0,
+    };
+    if (previous) {
+        transfer.first_extent = previous->first_extent + previous->extent_count;
+        transfer.first_segment = previous->first_segment + previous->segment_count;
+        transfer.first_leaf = previous->first_leaf + previous->leaf_count;
     }
-    return extents;
+    return transfer;
 }
 
 uint64_t bkv_index_transfers(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
                              uint64_t base_bytes, int hashed, const uint32_t *segment_counts,
                              struct bkv_transfer *transfers, struct bkv_extent *extents)
 {
-    uint32_t extent = 0, segment = 0;
-    uint64_t leaf = 0;
-    for (uint32_t i = 0; i < count; i++) {
+    const struct bkv_transfer *previous = NULL;
+    for (uint32_t i = 0; i < count; previous = &transfers[i++]) {
         const struct node *node = node_at(index, entries[i]);
         const struct bkv_put *put = put_of(node);
-        uint64_t leaf_bytes = hashed ? bkv_leaf_bytes(put->payload_bytes) : 0;
-        transfers[i] = (struct bkv_transfer){
-            .payload_bytes = put->payload_bytes,
-            .first_extent = extent,
-            .extent_count = put->extent_count,
-            .first_segment = segment,
-            .segment_count = segment_counts[i],
-            .first_leaf = (uint32_t)leaf,
-            .leaf_count = leaf_bytes ? (uint32_t)((put->payload_bytes + leaf_bytes - 1) / leaf_bytes) : 0,
-            .leaf_bytes = leaf_bytes,
-        };
+        transfers[i] = follow(previous, put->payload_bytes, put->extent_count, segment_counts[i],
+                              hashed ? bkv_leaf_bytes(put->payload_bytes) : 0);
         for (uint32_t e = 0; e < put->extent_count; e++) {
             struct bkv_units units = bkv_put_extent(record_of(node), e);
-            extents[extent++] = (struct bkv_extent){base_bytes + units.start * BKV_UNIT_BYTES,
-                                                    units.count * BKV_UNIT_BYTES};
+            extents[transfers[i].first_extent + e] = (struct bkv_extent){
+                base_bytes + units.start * BKV_UNIT_BYTES, units.count * BKV_UNIT_BYTES};
         }
-        segment += segment_counts[i];
-        leaf += transfers[i].leaf_count;
     }
-    return leaf;
+    return previous ? previous->first_leaf + (uint64_t)previous->leaf_count : 0;
 }
 
-void bkv_index_verify(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
-                      const struct bkv_transfer *transfers, const uint64_t *leaf_values,
-                      const uint8_t *layout_checksums, uint8_t *exact)
+uint64_t bkv_put_transfers(const uint64_t *payload_bytes, const uint32_t *extent_counts, const uint32_t *segment_counts,
+                           uint32_t count, uint64_t base_bytes, struct bkv_extent *extents,
+                           struct bkv_transfer *transfers)
+{
+    const struct bkv_transfer *previous = NULL;
+    for (uint32_t i = 0; i < count; previous = &transfers[i++]) {
+        transfers[i] = follow(previous, payload_bytes[i], extent_counts[i], segment_counts[i],
+                              bkv_leaf_bytes(payload_bytes[i]));
+        for (uint32_t e = 0; e < extent_counts[i]; e++) {
+            struct bkv_extent *extent = &extents[transfers[i].first_extent + e];
+            *extent = (struct bkv_extent){base_bytes + extent->offset_bytes * BKV_UNIT_BYTES,
+                                          extent->length_bytes * BKV_UNIT_BYTES};
+        }
+    }
+    return previous ? previous->first_leaf + (uint64_t)previous->leaf_count : 0;
+}
+
+uint32_t bkv_index_verify(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
+                          const struct bkv_transfer *transfers, const uint64_t *leaf_values,
+                          const uint8_t *layout_checksums, uint8_t *exact)
 {
     uint8_t root[BKV_ROOT_BYTES];
+    uint32_t inexact = 0;
     for (uint32_t i = 0; i < count; i++) {
         const struct bkv_put *put = put_of(node_at(index, entries[i]));
         bkv_root_checksum(put->digest, put->payload_bytes, layout_checksums + (uint64_t)i * BKV_ROOT_BYTES,
                           leaf_values + transfers[i].first_leaf, transfers[i].leaf_count, root);
-        exact[i] = !memcmp(root, put->root, sizeof root);
+        exact[i] = !transfers[i].result && !memcmp(root, put->root, sizeof root);
+        inexact += !exact[i];
     }
+    return inexact;
 }

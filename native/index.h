@@ -23,7 +23,7 @@ struct bkv_index_totals {
     uint64_t resident_bytes;
 };
 
-/* A table of all chunks: one item each, in the order in which they would leave. NULL columns are left out. */
+/* A table of chunks: one item each, in the order in which they would leave. NULL columns are left out. */
 struct bkv_index_columns {
     uint32_t *layout_ids;
     uint32_t *record_bytes;
@@ -80,6 +80,19 @@ uint32_t bkv_index_next(const struct bkv_index *index, uint32_t entry);
 /* The same among entries without leases and pins. */
 uint32_t bkv_index_next_idle(const struct bkv_index *index, uint32_t entry);
 
+/* The first entries to go of those that may: as many as hold `units` units of the data zone together, at most `room`.
+ * Returns how many. */
+uint32_t bkv_index_victims(const struct bkv_index *index, uint64_t units, uint32_t room, uint32_t *entries);
+
+/* What these entries hold together. */
+void bkv_index_sum(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
+                   struct bkv_index_totals *totals);
+
+/* Takes entries without leases out and forgets them. Item i of the columns is what entry i had; NULL columns are left
+ * out. */
+void bkv_index_take(struct bkv_index *index, const uint32_t *entries, uint32_t count,
+                    struct bkv_index_columns *columns);
+
 /* Fills in the columns. */
 void bkv_index_export(const struct bkv_index *index, struct bkv_index_columns *columns);
 
@@ -121,12 +134,15 @@ struct bkv_index_puts {
 int64_t bkv_index_insert_many(struct bkv_index *index, const struct bkv_index_puts *puts, uint8_t *records,
                               uint64_t room_bytes, uint32_t *record_bytes);
 
-/* Finds the entries of `count` digests, makes them the last to leave and leases them; 0 where there is none. */
-void bkv_index_acquire(struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *entries);
+/* Finds the entries of `count` digests, makes them the last to leave and leases them. Returns how many there are, and of
+ * each: in `columns`, which has room for four times `count`, the positions of their digests, then their entries, their
+ * layouts and how many extents they have, `count` items for each; and their sizes. */
+uint32_t bkv_index_acquire(struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *columns,
+                           uint64_t *payload_bytes);
 
-/* Sizes and layouts of entries. Returns how many extents they have together. */
-uint64_t bkv_index_sizes(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
-                         uint64_t *payload_bytes, uint32_t *layout_ids);
+/* Takes back a lease of each. Returns how many of them were removed meanwhile and have none any more: they come first in
+ * `entries` then, and stay readable until `bkv_index_drop`. */
+uint32_t bkv_index_release_many(struct bkv_index *index, uint32_t *entries, uint32_t count);
 
 /* The transfers that read entries, and their extents, behind `base_bytes` on the device. `segment_counts` are those of
  * the memory, in the same order. Returns how many leaves they have together, 0 without `hashed`. */
@@ -134,10 +150,16 @@ uint64_t bkv_index_transfers(const struct bkv_index *index, const uint32_t *entr
                              uint64_t base_bytes, int hashed, const uint32_t *segment_counts,
                              struct bkv_transfer *transfers, struct bkv_extent *extents);
 
-/* Whether the leaves of each transfer, with the 16-byte layout checksum that belongs to it, are those of its entry: 1
- * or 0 in `exact`. */
-void bkv_index_verify(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
-                      const struct bkv_transfer *transfers, const uint64_t *leaf_values,
-                      const uint8_t *layout_checksums, uint8_t *exact);
+/* Looks at transfers that have read entries: 1 in `exact` where it succeeded and its leaves, with the 16-byte layout
+ * checksum that belongs to it, are those of its entry, else 0. Returns how many are not exact. */
+uint32_t bkv_index_verify(const struct bkv_index *index, const uint32_t *entries, uint32_t count,
+                          const struct bkv_transfer *transfers, const uint64_t *leaf_values,
+                          const uint8_t *layout_checksums, uint8_t *exact);
+
+/* The transfers that write new chunks, in the order of their extents and memory segments. An extent comes in units and
+ * leaves as bytes behind `base_bytes` on the device. Returns how many leaves they have together. */
+uint64_t bkv_put_transfers(const uint64_t *payload_bytes, const uint32_t *extent_counts, const uint32_t *segment_counts,
+                           uint32_t count, uint64_t base_bytes, struct bkv_extent *extents,
+                           struct bkv_transfer *transfers);
 
 #endif

@@ -21,6 +21,7 @@ import secrets
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from blockkv.format.page import PAGE_PAYLOAD_BYTES
 from blockkv.format.record import DIGEST_BYTES, summary_of
 from blockkv.space.allocator import Extent
 
-__all__ = ["Entry", "Index", "Snapshot"]
+__all__ = ["Acquired", "Entry", "Index", "Snapshot", "Taken", "add_put_transfers"]
 
 _PAYLOAD_BITS = 32
 """Of a layout id and a payload size side by side in 64 bits, where the size fits."""
@@ -108,6 +109,30 @@ class Entry:
         put = record.decode(self.raw)
         assert isinstance(put, record.PutRecord)
         return put
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """Chunks that were found, and leased; column by column."""
+
+    positions: array[int]
+    """Which of the digests each has."""
+    places: array[int]
+    layout_ids: array[int]
+    extent_counts: array[int]
+    payload_bytes: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Chunks that were taken out of the index."""
+
+    digests: list[bytes]
+    layout_ids: array[int]
+    extents: list[Extent]
+    """Of all of them."""
+    payload_bytes: int
+    """Of all of them."""
 
 
 class Index:
@@ -296,37 +321,42 @@ class Index:
         """How many transfers are in flight on it."""
         return int(lib.bkv_index_leases(self._index, entry.place))
 
-    def release(self, place: int) -> Entry | None:
-        """Take a lease back. The entry, when it was the last one of a chunk that was removed meanwhile."""
-        if lib.bkv_index_release(self._index, place) or lib.bkv_index_holds(self._index, place):
-            return None
-        entry = self._entry(place)
-        lib.bkv_index_drop(self._index, place)
-        return entry
+    def release(self, places: array[int]) -> list[Entry]:
+        """Take a lease of each back. The entries of chunks that were removed meanwhile and have none left."""
+        gone = array("I", places)
+        count = lib.bkv_index_release_many(self._index, _words(gone), len(gone))
+        entries = [self._entry(place) for place in gone[:count]]
+        for entry in entries:
+            lib.bkv_index_drop(self._index, entry.place)
+        return entries
 
-    def acquire(self, digests: Sequence[bytes]) -> array[int]:
-        """Find, touch and lease many chunks: their places, 0 for a miss."""
-        places = array("I", bytes(4 * len(digests)))
-        lib.bkv_index_acquire(self._index, b"".join(digests), len(digests), _words(places))
-        return places
-
-    def sizes(self, places: array[int]) -> tuple[array[int], array[int], int]:
-        """Payload bytes and layout id of each of the chunks, and how many extents they have together."""
-        payload_bytes, layout_ids = array("Q", bytes(8 * len(places))), array("I", bytes(4 * len(places)))
-        extents = lib.bkv_index_sizes(
-            self._index, _words(places), len(places), _longs(payload_bytes), _words(layout_ids)
+    def acquire(self, digests: Sequence[bytes]) -> Acquired:
+        """Find, touch and lease many chunks."""
+        count = len(digests)
+        columns, payload_bytes = array("I", bytes(16 * count)), array("Q", bytes(8 * count))
+        found = lib.bkv_index_acquire(
+            self._index, b"".join(digests), count, _words(columns), _longs(payload_bytes)
         )
-        return payload_bytes, layout_ids, int(extents)
+        positions, places, layout_ids, extent_counts = (
+            columns[first : first + found] for first in range(0, 4 * count or 4, count or 1)
+        )
+        return Acquired(positions, places, layout_ids, extent_counts, payload_bytes[:found])
 
     def add_transfers(
-        self, batch: Batch, places: array[int], segment_counts: array[int], base_bytes: int, hashed: bool
+        self,
+        batch: Batch,
+        places: array[int],
+        extents: int,
+        segment_counts: array[int],
+        base_bytes: int,
+        hashed: bool,
     ) -> None:
         """Make an empty batch, whose memory segments are there, read these leased chunks.
 
-        `segment_counts` says how many segments belong to each; the data zone begins at `base_bytes`.
+        They have so many extents together. `segment_counts` says how many segments belong to each; the data
+        zone begins at `base_bytes`.
         """
         count = len(places)
-        _, _, extents = self.sizes(places)
         batch.transfers = array("Q", bytes(8 * TRANSFER_FIELDS * count))
         batch.extents = array("Q", bytes(16 * extents))
         leaves = lib.bkv_index_transfers(
@@ -341,12 +371,13 @@ class Index:
         )
         batch.leaf_values = array("Q", bytes(8 * leaves))
 
-    def verify(self, batch: Batch, places: array[int], layout_checksums: bytes) -> bytes:
-        """One byte for each transfer of a batch that `add_transfers` made and hashed: 1 where its leaves are
-        those of the chunk, read with the layout whose checksum is at its place in `layout_checksums`.
+    def inexact(self, batch: Batch, places: array[int], layout_checksums: bytes) -> list[int]:
+        """Of a batch that `add_transfers` made, with checksums, the transfers that did not succeed, or whose
+        leaves are not those of the chunk, read with the layout whose checksum is at its place in
+        `layout_checksums`.
         """
         exact = bytearray(len(places))
-        lib.bkv_index_verify(
+        count = lib.bkv_index_verify(
             self._index,
             _words(places),
             len(places),
@@ -355,7 +386,7 @@ class Index:
             layout_checksums,
             ffi.from_buffer("uint8_t[]", exact),
         )
-        return bytes(exact)
+        return [number for number, is_exact in enumerate(exact) if not is_exact] if count else []
 
     # -- all chunks ------------------------------------------------------------------------------------
 
@@ -366,6 +397,32 @@ class Index:
     def victims(self) -> Iterator[Entry]:
         """Entries that may leave, first to go first. Do not change the index while iterating."""
         return self._walk(lib.bkv_index_next_idle)
+
+    def first_victims(self, units: int) -> array[int]:
+        """The places of the first of `victims`, as many as hold `units` units together, or all there are."""
+        places = array("I", bytes(4 * min(len(self), units)))
+        count = lib.bkv_index_victims(self._index, units, len(places), _words(places))
+        return places[:count]
+
+    def take(self, places: array[int]) -> Taken:
+        """Take out chunks that have no leases."""
+        count = len(places)
+        totals = ffi.new("struct bkv_index_totals *")
+        lib.bkv_index_sum(self._index, _words(places), count, totals)
+        digests = bytearray(DIGEST_BYTES * count)
+        layout_ids, extents = array("I", bytes(4 * count)), array("Q", bytes(16 * totals.extents))
+        held = {
+            "digests": ffi.from_buffer("uint8_t[]", digests),
+            "layout_ids": _words(layout_ids),
+            "extents": _longs(extents),
+        }
+        lib.bkv_index_take(self._index, _words(places), count, ffi.new("struct bkv_index_columns *", held))
+        return Taken(
+            [bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)],
+            layout_ids,
+            list(zip(extents[::2], extents[1::2], strict=True)),
+            int(totals.payload_bytes),
+        )
 
     def reserve(self, chunks: int) -> None:
         """Make room for so many chunks at once."""
@@ -481,6 +538,32 @@ class Snapshot:
     def close(self) -> None:
         """Let another snapshot begin."""
         lib.bkv_index_snapshot_end(self._index)
+
+
+def add_put_transfers(
+    batch: Batch,
+    payload_bytes: Sequence[int],
+    extents: Sequence[tuple[Extent, ...]],
+    segment_counts: array[int],
+    base_bytes: int,
+) -> None:
+    """Make an empty batch, whose memory segments are there, write new chunks to these extents.
+
+    `segment_counts` says how many segments belong to each chunk; the data zone begins at `base_bytes`.
+    """
+    count = len(payload_bytes)
+    batch.transfers = array("Q", bytes(8 * TRANSFER_FIELDS * count))
+    batch.extents = array("Q", itertools.chain.from_iterable(itertools.chain.from_iterable(extents)))
+    leaves = lib.bkv_put_transfers(
+        _longs(array("Q", payload_bytes)),
+        _words(array("I", map(len, extents))),
+        _words(segment_counts),
+        count,
+        base_bytes,
+        ffi.from_buffer("struct bkv_extent[]", batch.extents),
+        ffi.from_buffer("struct bkv_transfer[]", batch.transfers),
+    )
+    batch.leaf_values = array("Q", bytes(8 * leaves))
 
 
 _CTYPES = {1: "uint8_t[]", 4: "uint32_t[]", 8: "uint64_t[]"}

@@ -164,15 +164,15 @@ class Layouts:
     def __iter__(self) -> Iterator[tuple[int, Layout]]:
         return iter(self._by_id.items())
 
-    def acquire(self, layout: Layout) -> tuple[int, bool]:
-        """The number for `layout` with one more reference, and whether it is new and must be logged."""
+    def acquire(self, layout: Layout, count: int = 1) -> tuple[int, bool]:
+        """The number for `layout` with `count` more references, and whether it is new and must be logged."""
         layout_id = self._ids.get(layout.body)
         if layout_id is not None:
-            self._references[layout_id] += 1
+            self._references[layout_id] += count
             return layout_id, False
         layout_id = self.next_id
         self.define(layout_id, layout)
-        self._references[layout_id] = 1
+        self._references[layout_id] = count
         return layout_id, True
 
     def define(self, layout_id: int, layout: Layout) -> None:
@@ -187,9 +187,9 @@ class Layouts:
         """`count` more chunks read from the device use `layout_id`."""
         self._references[layout_id] += count
 
-    def release(self, layout_id: int) -> None:
-        """One chunk fewer uses `layout_id`; an unused layout is forgotten."""
-        self._references[layout_id] -= 1
+    def release(self, layout_id: int, count: int = 1) -> None:
+        """`count` chunks fewer use `layout_id`; an unused layout is forgotten."""
+        self._references[layout_id] -= count
         if self._references[layout_id] == 0:
             self._forget(layout_id)
 

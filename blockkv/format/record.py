@@ -160,6 +160,7 @@ _ROOT_OFFSET = PUT_RECORD.offsets["root"]
 _DIGEST_OFFSET = PUT_RECORD.offsets["digest"]
 _pack_put = PUT_RECORD.struct.pack
 _unpack_put = PUT_RECORD.struct.unpack_from
+_pack_delete = DELETE_RECORD.struct.pack
 _unpack_delete = DELETE_RECORD.struct.unpack_from
 _unpack_layout = LAYOUT_RECORD.struct.unpack_from
 _unpack_tail = KEY_TAIL_RECORD.struct.unpack_from
@@ -307,6 +308,15 @@ def encode_delete(log_sequence: int, digest: bytes) -> bytes:
     return DELETE_RECORD.pack(
         record_bytes=_DELETE_BYTES, operation=Operation.DELETE, log_sequence=log_sequence, digest=digest
     )
+
+
+def encode_deletes(first_log_sequence: int, digests: Sequence[bytes]) -> list[bytes]:
+    """`encode_delete` for many digests, of 32 bytes, with log sequences that go up by one."""
+    sequences = range(first_log_sequence, first_log_sequence + len(digests))
+    return [
+        _pack_delete(_DELETE_BYTES, Operation.DELETE, b"", sequence, digest)
+        for sequence, digest in zip(sequences, digests, strict=True)
+    ]
 
 
 def encode_layout(log_sequence: int, layout_id: int, body: bytes) -> bytes:

@@ -184,7 +184,8 @@ class Allocator:
         settled = sorted(waiting for waiting in self._pending if waiting <= token)
         units = 0
         for waiting in settled:
-            for start, count in self._pending.pop(waiting):
+            # Chunks that were put together often leave together: what lies side by side comes back as one.
+            for start, count in _joined(self._pending.pop(waiting)):
                 self.pending_units -= count
                 units += count
                 self._give_back(start, count)
@@ -452,6 +453,21 @@ def _cut(strip: list[Extent], units: int) -> tuple[Extent, ...]:
         else:
             strip[0] = start + piece, count - piece
     return tuple(taken)
+
+
+def _joined(extents: list[Extent]) -> Iterator[Extent]:
+    """Extents of which none overlap, ascending, with neighbours as one."""
+    extents.sort()
+    start = end = 0
+    for next_start, count in extents:
+        assert next_start >= end, f"{count} units at {next_start} are deferred twice"
+        if next_start > end:
+            if start < end:
+                yield start, end - start
+            start = next_start
+        end = next_start + count
+    if start < end:
+        yield start, end - start
 
 
 def _split(extents: list[Extent]) -> list[Extent]:

@@ -16,33 +16,52 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from blockkv.catalog.layouts import Layout
-from blockkv.device.base import Batch, Direction, Priority, device_error
-from blockkv.errors import BlockKVError, DeviceLost, InvalidArgument
+from blockkv.device.base import Direction, Priority, device_error
+from blockkv.errors import BlockKVError, DeviceLost
 from blockkv.format.record import key_digest
+from blockkv.memory import unwritable
 from blockkv.store.interrupts import interrupts
-from blockkv.store.keys import Key, encode_key
+from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
-from blockkv.store.verify import Verifier, is_damage
-from blockkv.store.waves import LOOKUP_KEYS, Wave, WaveRun
-from blockkv.tensors import Described, allocate, describe_output, overlapping, read_only
+from blockkv.store.verify import WRONG_BYTES, Verifier, is_damage
+from blockkv.store.waves import Wave, WaveRun, lookups
+from blockkv.tensors import Occupied, Pieces, allocate, describe_outputs, read_only_error
 
 logger = logging.getLogger("blockkv")
 
 
-@dataclass(slots=True)
-class _Get:
-    position: int
-    place: int
-    layout: Layout
-    described: Described
-    value: Any
+class GetWave(Wave):
+    """Chunks that are read together."""
+
+    __slots__ = ("extents", "outcomes", "pieces", "places", "positions", "values")
+
+    def __init__(
+        self,
+        payload_bytes: int,
+        positions: Sequence[int],
+        places: array[int],
+        extents: int,
+        values: Sequence[Any],
+        pieces: Pieces,
+    ) -> None:
+        super().__init__(payload_bytes)
+        self.positions = positions
+        """Of the keys in the call."""
+        self.places = places
+        """Of the chunks in the index; they are leased."""
+        self.extents = extents
+        """How many they have together."""
+        self.values = values
+        """What the call returns."""
+        self.pieces = pieces
+        """Where they are read to."""
+        self.outcomes: dict[int, int] | None = None
+        """Once the device is done: what has not arrived as it was put, with an errno or WRONG_BYTES."""
 
 
-class GetRun(WaveRun[_Get]):
+class GetRun(WaveRun[GetWave]):
     """One get or get_many call. `results` and `errors` are by position once `run` returned.
 
     A result is the tensors (None for a miss) where no output was given, else whether it was filled.
@@ -65,13 +84,14 @@ class GetRun(WaveRun[_Get]):
         self.results: list[Any] = [False if into_outputs else None] * count
         self.errors: dict[int, BlockKVError] = {}
         self._into_outputs = into_outputs
+        self._occupied = Occupied()
 
     def run(self, keys: Sequence[Key], outputs: Sequence[Any] | None) -> None:
         """Carry out all gets; one key's fault never stops its neighbours."""
         try:
-            for first in range(0, len(keys), LOOKUP_KEYS):
+            for first, end in lookups(len(keys)):
                 interrupts.deliver()
-                self._add(first, keys[first : first + LOOKUP_KEYS], outputs)
+                self._add(first, keys[first:end], outputs)
         finally:
             self._drain()
 
@@ -79,89 +99,71 @@ class GetRun(WaveRun[_Get]):
         """Start the only get of an asynchronous run; `then` is called once, possibly before this returns."""
         assert self._then is not None
         self._add(0, [key], [output] if self._into_outputs else None)
-        if self._wave.items:
-            self._start()
-        elif not self._started_count:
+        if not self._started_count:
             self._then(None)
 
     def _add(self, first: int, keys: Sequence[Key], outputs: Sequence[Any] | None) -> None:
-        """Look up and enqueue the gets from position `first` on."""
+        """Look up and start the gets from position `first` on."""
         state = self._state
-        positions: list[int] = []
-        digests: list[bytes] = []
-        for position, key in enumerate(keys, first):
-            try:
-                digests.append(key_digest(encode_key(key)))
-            except BlockKVError as error:
-                self.errors[position] = error
-            else:
-                positions.append(position)
+        positions: Sequence[int] = range(first, first + len(keys))
+        encoded, errors = encode_keys(keys)
+        if errors:
+            self.errors |= {first + number: error for number, error in errors.items()}
+            positions = [position for position in positions if position not in self.errors]
+        digests = list(map(key_digest, encoded))
         with state.lock:
-            places = state.index.acquire(digests)
-            found = array("I", filter(None, places))
-            _, layout_ids, _ = state.index.sizes(found)
-            layouts = [state.layouts[layout_id] for layout_id in layout_ids]
-            state.counters["get_misses"] += len(places) - len(found)
-        if len(found) < len(places):
-            positions = [position for position, place in zip(positions, places, strict=True) if place]
-        taken = 0
+            found = state.index.acquire(digests)
+            layouts = list(map(state.layouts.__getitem__, found.layout_ids))
+            state.counters["get_misses"] += len(digests) - len(layouts)
+        places, extent_counts = found.places, found.extent_counts
+        if len(places) < len(positions):
+            positions = [positions[number] for number in found.positions]
+        started = 0
         try:
-            targets = self._targets(positions, layouts, outputs)
-            for position, place, layout, target in zip(positions, found, layouts, targets, strict=True):
-                taken += 1
-                if target is None:
-                    self._let_go([place])
-                else:
-                    value, described = target
-                    self._enqueue(_Get(position, place, layout, described, value), described.payload_bytes)
+            if outputs is None:
+                values, pieces = allocate(layouts)
+            else:
+                outs = [outputs[position] for position in positions]
+                pieces, errors = describe_outputs(outs, layouts, self._occupied)
+                if errors:
+                    self.errors |= {positions[number]: error for number, error in errors.items()}
+                    self._let_go(array("I", [places[number] for number in errors]))
+                    fit = [number for number in range(len(places)) if number not in errors]
+                    positions = [positions[number] for number in fit]
+                    places = array("I", [places[number] for number in fit])
+                    extent_counts = array("I", [extent_counts[number] for number in fit])
+                values = [True] * len(positions)
+            for begin, end, payload_bytes in self._cut(pieces.sizes_bytes):
+                wave = GetWave(
+                    payload_bytes,
+                    positions[begin:end],
+                    places[begin:end],
+                    sum(extent_counts[begin:end]),
+                    values[begin:end],
+                    pieces.cut(begin, end),
+                )
+                started = end
+                self._start(wave)
         finally:
-            self._let_go(found[taken:])
+            self._let_go(places[started:])
 
-    def _targets(
-        self, positions: Sequence[int], layouts: Sequence[Layout], outputs: Sequence[Any] | None
-    ) -> Sequence[tuple[Any, Described] | None]:
-        """For each get what it returns and where it is read to; None, with an error, where that cannot be."""
-        if outputs is None:
-            return allocate(layouts)
-        targets: list[tuple[Any, Described] | None] = []
-        for position, layout in zip(positions, layouts, strict=True):
-            try:
-                targets.append((True, describe_output(outputs[position], layout)))
-            except BlockKVError as error:
-                self.errors[position] = error
-                targets.append(None)
-        for unfit, complaint in (
-            (read_only, "is memory that is mapped read-only; give memory that can be written to"),
-            (overlapping, "overlaps that of another key of the call; every chunk needs memory of its own"),
-        ):
-            usable = [number for number, target in enumerate(targets) if target is not None]
-            for index in unfit([target[1] for target in targets if target is not None]):
-                number = usable[index]
-                self.errors[positions[number]] = InvalidArgument(f"out= {complaint}")
-                targets[number] = None
-        return targets
-
-    def _let_go(self, places: Sequence[int]) -> None:
+    def _let_go(self, places: array[int]) -> None:
         if places:
             with self._state.lock:
                 self._state.release(places)
 
-    def _fill(self, batch: Batch, items: list[_Get]) -> None:
-        state = self._state
-        segment_counts = array("I")
-        for get in items:
-            segments = get.described.segments
-            segment_counts.append(len(segments))
-            for segment in segments:
-                batch.segments.extend(segment)
-            batch.keepalive.append(get.described.keepalive)
-        places = array("I", [get.place for get in items])
+    def _fill(self, wave: GetWave) -> None:
+        state, batch, pieces = self._state, wave.batch, wave.pieces
+        batch.segments = pieces.segments
+        batch.keepalive.append(pieces.keepalive)
         base_bytes = state.geometry.data.offset_bytes
         with state.lock:
-            state.index.add_transfers(batch, places, segment_counts, base_bytes, state.options.verify)
+            state.index.add_transfers(
+                batch, wave.places, wave.extents, pieces.segment_counts, base_bytes, state.options.verify
+            )
 
-    def _complete_and_tell(self, wave: Wave[_Get]) -> None:
-        if not self._inexact(wave):
+    def _complete_and_tell(self, wave: GetWave) -> None:
+        if WRONG_BYTES not in self._outcomes(wave).values():
             super()._complete_and_tell(wave)
             return
         # It is read again, which the device's completion thread must not wait for.
@@ -170,58 +172,57 @@ class GetRun(WaveRun[_Get]):
         )
         tell.start()
 
-    def _complete(self, wave: Wave[_Get]) -> None:
-        state = self._state
+    def _complete(self, wave: GetWave) -> None:
+        state, pieces = self._state, wave.pieces
         failures = self._failures(wave)
         damaged = self._damaged(wave, failures)
-        payload_bytes = copied_bytes = 0
-        for number, get in enumerate(wave.items):
+        payload_bytes, copied_bytes = wave.payload_bytes, pieces.copied_bytes
+        for number in failures:
+            payload_bytes -= pieces.sizes_bytes[number]
+            _zero(pieces, number)
+        for number, described in enumerate(pieces.described):
             if number in failures:
-                for address, size_bytes in get.described.segments:
-                    ctypes.memset(address, 0, size_bytes)
-                continue
-            for target, stand_in in get.described.scatter_back or ():
-                target.copy_(stand_in)
-            self.results[get.position] = get.value
-            payload_bytes += get.described.payload_bytes
-            copied_bytes += get.described.copied_bytes
+                copied_bytes -= described.copied_bytes
+            else:
+                for target, stand_in in described.scatter_back or ():
+                    target.copy_(stand_in)
+        for number, (position, value) in enumerate(zip(wave.positions, wave.values, strict=True)):
+            if number not in failures:
+                self.results[position] = value
         with state.changing:
             for number, failure in failures.items():
                 if number in damaged:
-                    state.drop_damaged(state.index.at(wave.items[number].place))
+                    state.drop_damaged(state.index.at(wave.places[number]))
                 state.counters[failure] += 1
                 state.counters["get_misses"] += 1
-            state.counters["get_chunks"] += len(wave.items) - len(failures)
+            state.counters["get_chunks"] += len(wave.places) - len(failures)
             state.counters["get_bytes"] += payload_bytes
             state.counters["get_copied_bytes"] += copied_bytes
-            state.release([get.place for get in wave.items])
+            state.release(wave.places)
 
-    def _failures(self, wave: Wave[_Get]) -> dict[int, str]:
-        """Which items of a wave are no hits, each with the counter of what went wrong."""
-        batch = wave.batch
+    def _outcomes(self, wave: GetWave) -> dict[int, int]:
+        """What has not arrived as it was put: a negative errno, or WRONG_BYTES. The wave is over."""
+        if wave.outcomes is None:
+            wave.outcomes = {}
+            state, batch = self._state, wave.batch
+            if wave.refusal is None and not state.options.verify:
+                wave.outcomes = dict(batch.failed())
+            elif wave.refusal is None:
+                layout_checksums = b"".join([layout.digest for layout in wave.pieces.layouts])
+                with state.lock:
+                    inexact = state.index.inexact(batch, wave.places, layout_checksums)
+                wave.outcomes = {number: batch.result(number) or WRONG_BYTES for number in inexact}
+        return wave.outcomes
+
+    def _failures(self, wave: GetWave) -> dict[int, str]:
+        """Which chunks of a wave are no hits, each with the counter of what went wrong."""
         if wave.refusal is not None:
-            for get in wave.items:
-                self.errors[get.position] = wave.refusal
-            return dict.fromkeys(range(len(wave.items)), "get_refused")
-        failures = {number: self._judge(wave.items[number], code) for number, code in batch.failed()}
-        return failures | dict.fromkeys(self._inexact(wave), "get_checksum_mismatch")
+            self.errors |= dict.fromkeys(wave.positions, wave.refusal)
+            return dict.fromkeys(range(len(wave.places)), "get_refused")
+        return {number: self._judge(wave, number, code) for number, code in self._outcomes(wave).items()}
 
-    def _inexact(self, wave: Wave[_Get]) -> list[int]:
-        """Which items of a wave the device has read, and not as they were put."""
-        state, batch = self._state, wave.batch
-        if wave.refusal is not None or not state.options.verify:
-            return []
-        layout_checksums = b"".join([get.layout.digest for get in wave.items])
-        places = array("I", [get.place for get in wave.items])
-        with state.lock:
-            exact = state.index.verify(batch, places, layout_checksums)
-        if all(exact):
-            return []
-        failed = dict(batch.failed())
-        return [number for number, is_exact in enumerate(exact) if not is_exact and number not in failed]
-
-    def _damaged(self, wave: Wave[_Get], failures: dict[int, str]) -> set[int]:
-        """Which items of a wave are no chunks any more. What did not verify is read again for that."""
+    def _damaged(self, wave: GetWave, failures: dict[int, str]) -> set[int]:
+        """Which chunks of a wave are none any more. What did not verify is read again for that."""
         damaged = {number for number, failure in failures.items() if failure == "get_device_error"}
         doubtful = [number for number, failure in failures.items() if failure == "get_checksum_mismatch"]
         if not doubtful:
@@ -229,7 +230,7 @@ class GetRun(WaveRun[_Get]):
         state = self._state
         with state.lock:
             chunks = [
-                (state.index.at(wave.items[number].place), wave.items[number].layout) for number in doubtful
+                (state.index.at(wave.places[number]), wave.pieces.layouts[number]) for number in doubtful
             ]
         outcomes = [0] * len(chunks)
         try:
@@ -244,16 +245,34 @@ class GetRun(WaveRun[_Get]):
                     "%s: a chunk of %d bytes did not verify and stays, for the device may have it right: is "
                     "the memory it was read into written to by others?",
                     state.device.path,
-                    wave.items[number].described.payload_bytes,
+                    wave.pieces.sizes_bytes[number],
                 )
         return damaged
 
-    def _judge(self, get: _Get, code: int) -> str:
-        size_bytes = get.described.payload_bytes
+    def _judge(self, wave: GetWave, number: int, code: int) -> str:
+        if code == WRONG_BYTES:
+            return "get_checksum_mismatch"
+        size_bytes = wave.pieces.sizes_bytes[number]
         error = device_error(self._state.device.path, f"reading a chunk of {size_bytes} bytes", code)
         if isinstance(error, DeviceLost):
-            self.errors[get.position] = error
+            self.errors[wave.positions[number]] = error
             return "get_device_lost"
+        if code == -errno.EFAULT and _unwritable(wave.pieces, number):
+            self.errors[wave.positions[number]] = read_only_error()
+            return "get_refused"
         if code == -errno.ETIME:
             return "get_deadline"
         return "get_device_error" if is_damage(code) else "get_transient_error"
+
+
+def _unwritable(pieces: Pieces, number: int) -> bool:
+    return bool(unwritable([address for address, _ in pieces.segments_of(number)]))
+
+
+def _zero(pieces: Pieces, number: int) -> None:
+    """Leave nothing of another chunk in memory that was to hold this one."""
+    segments = pieces.segments_of(number)
+    kept = set(unwritable([address for address, _ in segments]))
+    for position, (address, size_bytes) in enumerate(segments):
+        if position not in kept:
+            ctypes.memset(address, 0, size_bytes)

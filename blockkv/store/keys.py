@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from blockkv.errors import InvalidArgument
+from collections.abc import Sequence
+
+from blockkv.errors import BlockKVError, InvalidArgument
 from blockkv.format.record import MAX_KEY_BYTES
 
 Key = str | bytes
@@ -24,3 +26,15 @@ def encode_key(key: Key) -> bytes:
     if not 1 <= len(encoded) <= MAX_KEY_BYTES:
         raise InvalidArgument(f"a key has 1 to {MAX_KEY_BYTES} bytes, this one {len(encoded)}")
     return encoded
+
+
+def encode_keys(keys: Sequence[Key]) -> tuple[list[bytes], dict[int, BlockKVError]]:
+    """`encode_key` for many: the bytes of those that are right, in order, and the errors of the others."""
+    encoded: list[bytes] = []
+    errors: dict[int, BlockKVError] = {}
+    for position, key in enumerate(keys):
+        try:
+            encoded.append(encode_key(key))
+        except BlockKVError as error:
+            errors[position] = error
+    return encoded, errors

@@ -11,43 +11,67 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from blockkv.device.base import UNIT_BYTES, Batch, Direction, Priority, device_error
+from blockkv.catalog.index import add_put_transfers
+from blockkv.device.base import UNIT_BYTES, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, StoreFull
-from blockkv.format.geometry import LEAF_BYTES, leaf_bytes_for
+from blockkv.format.geometry import unit_count
 from blockkv.format.record import key_digest, put_bytes_at_most
 from blockkv.space.allocator import Extent
 from blockkv.store.interrupts import interrupts
-from blockkv.store.keys import Key, encode_key
+from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
-from blockkv.store.waves import LOOKUP_KEYS, Wave, WaveRun
-from blockkv.tensors import Described, Tensors, describe
+from blockkv.store.waves import Wave, WaveRun, lookups
+from blockkv.tensors import Pieces, Tensors, describe_many
 
 SPACE_WAIT_S = 5.0
 """How long a put waits for readers and other writers to give back the only space that is left."""
 
 Item = tuple[Key, Tensors]
 
+_units = lru_cache(unit_count)
+_record_bytes = lru_cache(put_bytes_at_most)
+
 
 @dataclass(slots=True)
-class _Put:
-    """One chunk on its way to the device."""
+class _Puts:
+    """Chunks on their way to the device, column by column."""
 
-    position: int
-    key: bytes
-    key_is_text: bool
-    digest: bytes
-    described: Described
-    record_bytes: int
-    """What its records take at most."""
-    extents: tuple[Extent, ...] = ()
+    positions: Sequence[int]
+    """Of the items in the call."""
+    keys: list[bytes]
+    keys_are_text: bytes
+    digests: list[bytes]
+    pieces: Pieces
+    units: list[int]
+    record_bytes: list[int]
+    """What the records of each take at most."""
 
-    @property
-    def units(self) -> int:
-        return -(-self.described.payload_bytes // UNIT_BYTES)
+    def cut(self, first: int, end: int) -> _Puts:
+        return _Puts(
+            self.positions[first:end],
+            self.keys[first:end],
+            self.keys_are_text[first:end],
+            self.digests[first:end],
+            self.pieces.cut(first, end),
+            self.units[first:end],
+            self.record_bytes[first:end],
+        )
 
 
-class PutRun(WaveRun[_Put]):
+class PutWave(Wave):
+    """Chunks that are written together."""
+
+    __slots__ = ("extents", "puts")
+
+    def __init__(self, payload_bytes: int, puts: _Puts, extents: list[tuple[Extent, ...]]) -> None:
+        super().__init__(payload_bytes)
+        self.puts = puts
+        self.extents = extents
+
+
+class PutRun(WaveRun[PutWave]):
     """One put or put_many call. `results` and `errors` are by position once `run` returned."""
 
     direction = Direction.WRITE
@@ -62,27 +86,26 @@ class PutRun(WaveRun[_Put]):
         """The newest log sequence of any of the keys, written or found: all are durable when it is."""
         self._own: set[bytes] = set()
         """Digests of the keys that this call has claimed."""
-        self._postponed: deque[tuple[bytes, int, Item]] = deque()
-        """Keys that were claimed already, by another thread or earlier in this call."""
+        self._postponed: deque[tuple[bytes, int]] = deque()
+        """Keys that were claimed already, by another thread or earlier in this call, and their positions."""
 
     def run(self, items: Sequence[Item]) -> None:
         """Carry out all items. Only what is no single key's fault is raised (StoreReadOnly)."""
-        for first in range(0, len(items), LOOKUP_KEYS):
-            self._carry_out(list(enumerate(items[first : first + LOOKUP_KEYS], first)), last=False)
-        self._carry_out([], last=True)
+        for first, end in lookups(len(items)):
+            self._carry_out(range(first, end), items, last=end == len(items))
         while self._postponed:
             # We hold nothing ourselves now, so waiting for others is safe.
-            digest, position, item = self._postponed.popleft()
+            digest, position = self._postponed.popleft()
             with self._state.lock:
                 while digest in self._state.claims:
                     self._state.changed.wait()
-            self._carry_out([(position, item)], last=True)
+            self._carry_out([position], items, last=True)
 
-    def _carry_out(self, items: list[tuple[int, Item]], *, last: bool) -> None:
-        """Add the items; with `last`, or whatever is raised, nothing is in flight or claimed afterwards."""
+    def _carry_out(self, positions: Sequence[int], items: Sequence[Item], *, last: bool) -> None:
+        """Add these items; with `last`, or whatever is raised, nothing is in flight or claimed afterwards."""
         try:
             interrupts.deliver()
-            self._add(items)
+            self._add(positions, items)
         except BaseException:
             last = True
             raise
@@ -93,66 +116,71 @@ class PutRun(WaveRun[_Put]):
                 finally:
                     self._give_up(self._own.copy())
 
-    def _add(self, items: list[tuple[int, Item]]) -> None:
-        """Claim the keys that are not there yet, find space for their chunks, enqueue them."""
-        puts = self._described(self._claim(items))
-        placed = self._place(puts)
-        taken = 0
-        try:
-            for put in puts[:placed]:
-                taken += 1
-                self._enqueue(put, put.described.payload_bytes)
-        finally:
-            self._displace(puts[taken:placed])
-        for put in puts[placed:]:
+    def _add(self, positions: Sequence[int], items: Sequence[Item]) -> None:
+        """Claim the keys that are not there yet, find space for their chunks, start to write them."""
+        puts = self._claim(positions, items)
+        first = 0
+        while first < len(puts.positions):
+            extents = self._place(puts, first)
+            if not extents:
+                try:
+                    extents = [self._allocate(puts, first)]
+                except BlockKVError as error:
+                    self.errors[puts.positions[first]] = error
+                    self._give_up([puts.digests[first]])
+                    first += 1
+                    continue
+            placed, started = first + len(extents), first
             try:
-                put.extents = self._allocate(put)
-            except BlockKVError as error:
-                self.errors[put.position] = error
-                self._give_up([put.digest])
-            else:
-                self._enqueue(put, put.described.payload_bytes)
+                for begin, end, payload_bytes in self._cut(puts.pieces.sizes_bytes[first:placed]):
+                    wave = PutWave(payload_bytes, puts.cut(first + begin, first + end), extents[begin:end])
+                    started = first + end
+                    self._start(wave)
+            finally:
+                if started < placed:
+                    self._displace(puts.record_bytes[started:placed], extents[started - first :])
+            first = placed
 
-    def _claim(self, items: list[tuple[int, Item]]) -> list[tuple[int, Item, bytes, bytes]]:
-        """(position, item, encoded key, digest) of the items that are ours to write."""
+    def _claim(self, positions: Sequence[int], items: Sequence[Item]) -> _Puts:
+        """The items that are ours to write."""
         state = self._state
-        wanted: list[tuple[int, Item, bytes, bytes]] = []
-        for position, item in items:
-            try:
-                encoded = encode_key(item[0])
-            except BlockKVError as error:
-                self.errors[position] = error
-            else:
-                wanted.append((position, item, encoded, key_digest(encoded)))
-        claimed = []
+        given = [items[position] for position in positions]
+        keys, errors = encode_keys([key for key, _ in given])
+        if errors:
+            self.errors |= {positions[number]: error for number, error in errors.items()}
+            positions = [position for position in positions if position not in self.errors]
+        digests = list(map(key_digest, keys))
+        chosen: list[int] = []
         with state.lock:
-            places = state.index.find([digest for _, _, _, digest in wanted])
-            for place, one in zip(places, wanted, strict=True):
-                position, item, _, digest = one
+            for number, (place, digest) in enumerate(zip(state.index.find(digests), digests, strict=True)):
                 if place:
                     state.counters["put_existing"] += 1
                     state.index.touch(digest)
                     self.last_sequence = max(self.last_sequence, state.index.at(place).log_sequence)
                 elif digest in state.claims:
-                    self._postponed.append((digest, position, item))
+                    self._postponed.append((digest, positions[number]))
                 else:
                     state.claims.add(digest)
                     self._own.add(digest)
-                    claimed.append(one)
-        return claimed
-
-    def _described(self, claimed: list[tuple[int, Item, bytes, bytes]]) -> list[_Put]:
-        puts = []
-        for position, (key, value), encoded, digest in claimed:
-            try:
-                described = describe(value)
-            except BlockKVError as error:
-                self.errors[position] = error
-                self._give_up([digest])
-            else:
-                record_bytes = put_bytes_at_most(described.payload_bytes, len(encoded))
-                puts.append(_Put(position, encoded, isinstance(key, str), digest, described, record_bytes))
-        return puts
+                    chosen.append(number)
+        pieces, errors = describe_many([items[positions[number]][1] for number in chosen])
+        if errors:
+            self.errors |= {positions[chosen[number]]: error for number, error in errors.items()}
+            self._give_up([digests[chosen[number]] for number in errors])
+            chosen = [one for number, one in enumerate(chosen) if number not in errors]
+        if len(chosen) < len(positions):
+            positions = [positions[number] for number in chosen]
+            keys = [keys[number] for number in chosen]
+            digests = [digests[number] for number in chosen]
+        return _Puts(
+            positions,
+            keys,
+            bytes([isinstance(items[position][0], str) for position in positions]),
+            digests,
+            pieces,
+            list(map(_units, pieces.sizes_bytes)),
+            list(map(_record_bytes, pieces.sizes_bytes, map(len, keys))),
+        )
 
     def _give_up(self, digests: Collection[bytes]) -> None:
         """Let others write keys that this call had claimed."""
@@ -162,34 +190,31 @@ class PutRun(WaveRun[_Put]):
                 self._own.difference_update(digests)
                 self._state.changed.notify_all()
 
-    def _place(self, puts: list[_Put]) -> int:
-        """Give extents to the first chunks, as many as there is space for as it is. Returns how many."""
+    def _place(self, puts: _Puts, first: int) -> list[tuple[Extent, ...]]:
+        """Extents for the chunks from `first` on, as many as there is space for as it is."""
         state = self._state
         with state.changing:
             if state.layouts.exhausted:
-                return 0
-            room_bytes, fitting = state.record_room_bytes, 0
-            for put in puts:
-                room_bytes -= put.record_bytes
+                return []
+            room_bytes, fitting = state.record_room_bytes, first
+            for record_bytes in puts.record_bytes[first:]:
+                room_bytes -= record_bytes
                 if room_bytes < 0:
                     break
                 fitting += 1
-            found = state.allocator.allocate_many([put.units for put in puts[:fitting]])
-            for put, extents in zip(puts, found, strict=False):
-                put.extents = extents
-                state.reserved_record_bytes += put.record_bytes
-        return len(found)
+            extents = state.allocator.allocate_many(puts.units[first:fitting])
+            state.reserved_record_bytes += sum(puts.record_bytes[first : first + len(extents)])
+        return extents
 
-    def _displace(self, puts: list[_Put]) -> None:
-        if puts:
-            with self._state.changing:
-                for put in puts:
-                    self._state.allocator.release(put.extents)
-                    self._state.reserved_record_bytes -= put.record_bytes
+    def _displace(self, record_bytes: Sequence[int], extents: Sequence[tuple[Extent, ...]]) -> None:
+        with self._state.changing:
+            for one in extents:
+                self._state.allocator.release(one)
+            self._state.reserved_record_bytes -= sum(record_bytes)
 
-    def _admit(self, payload_bytes: int) -> bool:
-        """Wait until the puts under way leave room for so many bytes more, or say that it takes too long."""
-        state = self._state
+    def _admit(self, wave: PutWave) -> bool:
+        """Wait until the puts under way leave room for it, or say that it takes too long."""
+        state, payload_bytes = self._state, wave.payload_bytes
         while True:
             with state.lock:
                 if (
@@ -210,22 +235,19 @@ class PutRun(WaveRun[_Put]):
                     continue
             self._finish()
 
-    def _fill(self, batch: Batch, items: list[_Put]) -> None:
+    def _fill(self, wave: PutWave) -> None:
+        batch, pieces = wave.batch, wave.puts.pieces
+        batch.segments = pieces.segments
+        batch.keepalive.append(pieces.keepalive)
         base_bytes = self._state.geometry.data.offset_bytes
-        for put in items:
-            described = put.described
-            payload_bytes = described.payload_bytes
-            extents = [(base_bytes + start * UNIT_BYTES, count * UNIT_BYTES) for start, count in put.extents]
-            batch.keepalive.append(described.keepalive)
-            leaf_bytes = LEAF_BYTES if payload_bytes <= LEAF_BYTES else leaf_bytes_for(payload_bytes)
-            batch.add(payload_bytes, extents, described.segments, leaf_bytes)
+        add_put_transfers(batch, pieces.sizes_bytes, wave.extents, pieces.segment_counts, base_bytes)
 
-    def _allocate(self, put: _Put) -> tuple[Extent, ...]:
-        """Extents for a chunk, evicting as needed; reserves its part of the next checkpoint."""
-        state, units, record_bytes = self._state, put.units, put.record_bytes
+    def _allocate(self, puts: _Puts, number: int) -> tuple[Extent, ...]:
+        """Extents for one chunk, evicting as needed; reserves its part of the next checkpoint."""
+        state, units, record_bytes = self._state, puts.units[number], puts.record_bytes[number]
         if units > state.geometry.data_units:
             raise StoreFull(
-                f"a chunk of {put.described.payload_bytes} bytes can never fit: the data zone of "
+                f"a chunk of {puts.pieces.sizes_bytes[number]} bytes can never fit: the data zone of "
                 f"{state.device.path} has {state.geometry.data.size_bytes} bytes"
             )
         if state.layouts.exhausted:
@@ -243,7 +265,7 @@ class PutRun(WaveRun[_Put]):
             if coming:
                 state.log.commit()
                 continue
-            if self._busy:
+            if self._in_flight:
                 # Our own chunks can be evicted once they are written.
                 self._drain()
                 continue
@@ -271,54 +293,56 @@ class PutRun(WaveRun[_Put]):
             f"{units * UNIT_BYTES} are needed; {advice}"
         )
 
-    def _complete(self, wave: Wave[_Put]) -> None:
-        state, batch = self._state, wave.batch
-        started = wave.refusal is None and not wave.dropped
-        failed = dict(batch.failed()) if started else {}
+    def _complete(self, wave: PutWave) -> None:
+        state, batch, puts = self._state, wave.batch, wave.puts
+        failed = dict(batch.failed()) if wave.refusal is None and not wave.dropped else {}
         with state.changing:
-            state.reserved_record_bytes -= sum(put.record_bytes for put in wave.items)
+            state.reserved_record_bytes -= sum(puts.record_bytes)
             if not wave.dropped:
                 state.store_bytes -= wave.payload_bytes
-            if started:
-                for number, code in failed.items():
-                    self._fail(wave.items[number], code)
-                self._publish(batch, [n for n in range(len(wave.items)) if n not in failed], wave)
+            if wave.refusal is not None:
+                self.errors |= dict.fromkeys(puts.positions, wave.refusal)
+            if wave.refusal is not None or wave.dropped:
+                for extents in wave.extents:
+                    state.allocator.release(extents)
+                state.counters["put_dropped"] += len(wave.extents) if wave.dropped else 0
             else:
-                for put in wave.items:
-                    state.allocator.release(put.extents)
-                    if wave.refusal is not None:
-                        self.errors[put.position] = wave.refusal
-                state.counters["put_dropped"] += len(wave.items) if wave.dropped else 0
-            self._give_up([put.digest for put in wave.items])
+                for number, code in failed.items():
+                    self._fail(wave, number, code)
+                self._publish(wave, [n for n in range(len(wave.extents)) if n not in failed])
+            self._give_up(puts.digests)
 
-    def _fail(self, put: _Put, code: int) -> None:
+    def _fail(self, wave: PutWave, number: int, code: int) -> None:
         state = self._state
         if code == -errno.ETIME:
-            state.allocator.release(put.extents)
+            state.allocator.release(wave.extents[number])
             state.counters["put_dropped"] += 1
             return
-        state.allocator.quarantine(put.extents)
+        state.allocator.quarantine(wave.extents[number])
         state.counters["put_device_error"] += 1
-        self.errors[put.position] = device_error(
-            state.device.path, f"writing a chunk of {put.described.payload_bytes} bytes", code
-        )
+        what = f"writing a chunk of {wave.puts.pieces.sizes_bytes[number]} bytes"
+        self.errors[wave.puts.positions[number]] = device_error(state.device.path, what, code)
 
-    def _publish(self, batch: Batch, numbers: list[int], wave: Wave[_Put]) -> None:
+    def _publish(self, wave: PutWave, numbers: Sequence[int]) -> None:
         """Make the chunks of these transfers visible. The caller holds the lock."""
-        state, puts = self._state, [wave.items[number] for number in numbers]
-        if not puts:
+        if not numbers:
             return
+        state, puts = self._state, wave.puts
+        pieces = puts.pieces
         self.last_sequence = state.insert(
-            batch,
+            wave.batch,
             numbers,
-            digests=[put.digest for put in puts],
-            keys=[put.key for put in puts],
-            keys_are_text=bytes([put.key_is_text for put in puts]),
-            layouts=[put.described.layout for put in puts],
-            record_bytes_at_most=sum(put.record_bytes for put in puts),
+            digests=[puts.digests[number] for number in numbers],
+            keys=[puts.keys[number] for number in numbers],
+            keys_are_text=bytes([puts.keys_are_text[number] for number in numbers]),
+            layouts=[pieces.layouts[number] for number in numbers],
+            record_bytes_at_most=sum(puts.record_bytes),
         )
-        for put in puts:
-            self.results[put.position] = True
-        state.counters["put_chunks"] += len(puts)
-        state.counters["put_bytes"] += sum(put.described.payload_bytes for put in puts)
-        state.counters["put_copied_bytes"] += sum(put.described.copied_bytes for put in puts)
+        for number in numbers:
+            self.results[puts.positions[number]] = True
+        state.counters["put_chunks"] += len(numbers)
+        state.counters["put_bytes"] += sum([pieces.sizes_bytes[number] for number in numbers])
+        if pieces.described:
+            state.counters["put_copied_bytes"] += sum(
+                pieces.described[number].copied_bytes for number in numbers
+            )

@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -106,7 +107,7 @@ def sweep(
                 for (entry, _), outcome in zip(live, outcomes, strict=False):  # none where reading raised
                     if drop and is_damage(outcome):
                         state.drop_damaged(entry)
-                state.release([entry.place for entry, _ in live])
+                state.release(array("I", [entry.place for entry, _ in live]))
         yield [(entry, outcome) for (entry, _), outcome in zip(live, outcomes, strict=True)]
 
 

@@ -117,7 +117,7 @@ class State:
             for digest, extents in recovered.dropped:
                 # Their pages say PUT and count as flushed once this epoch's first page is written; only a
                 # DELETE in that group keeps the next recovery from trusting them.
-                self._defer(extents, self._append_delete(digest))
+                self._defer(extents, self._append_deletes([digest]))
 
     # -- chunks ----------------------------------------------------------------------------------------
 
@@ -136,12 +136,14 @@ class State:
 
         The other sequences go with `numbers`. Returns the log sequence of the last.
         """
-        layout_ids = array("I")
-        for layout in layouts:
-            layout_id, is_new = self.layouts.acquire(layout)
+        layout_ids: dict[int, int] = {}
+        distinct = {id(layout): layout for layout in layouts}
+        for one, count in Counter(map(id, layouts)).items():
+            layout_id, is_new = self.layouts.acquire(distinct[one], count)
             if is_new:
-                self.log.append([record.encode_layout(self.log.next_log_sequences(), layout_id, layout.body)])
-            layout_ids.append(layout_id)
+                body = distinct[one].body
+                self.log.append([record.encode_layout(self.log.next_log_sequences(), layout_id, body)])
+            layout_ids[one] = layout_id
         records = self.index.insert_many(
             batch,
             numbers,
@@ -149,7 +151,7 @@ class State:
             digests=digests,
             keys=keys,
             keys_are_text=keys_are_text,
-            layout_ids=layout_ids,
+            layout_ids=array("I", [layout_ids[id(layout)] for layout in layouts]),
             layout_checksums=b"".join([layout.digest for layout in layouts]),
             base_bytes=self.geometry.data.offset_bytes,
             room_bytes=record_bytes_at_most,
@@ -163,7 +165,7 @@ class State:
         """
         leased = self.index.leases(entry)
         self._forget(entry)
-        log_sequence = self._append_delete(entry.digest)
+        log_sequence = self._append_deletes([entry.digest])
         if leased:
             self._deleted[entry.place] = log_sequence
         else:
@@ -175,7 +177,7 @@ class State:
         if not self.index.holds(entry):
             return
         self._forget(entry)
-        self._append_delete(entry.digest)
+        self._append_deletes([entry.digest])
         self.allocator.quarantine(entry.extents)
         self.counters["chunks_dropped_damaged"] += 1
         # Not its key: that may be a prompt.
@@ -190,15 +192,13 @@ class State:
         """Keep the entry's extents from being reused until `release`."""
         self.index.lease(entry)
 
-    def release(self, places: Sequence[int]) -> None:
+    def release(self, places: array[int]) -> None:
         """Give leases back, by the places of entries; the last one lets the extents of a deleted chunk go."""
-        for place in places:
-            entry = self.index.release(place)
-            if entry is not None:
-                # One that was dropped as damaged is not in there, and its extents are in quarantine.
-                log_sequence = self._deleted.pop(place, 0)
-                if log_sequence:
-                    self._defer(entry.extents, log_sequence)
+        for entry in self.index.release(places):
+            # One that was dropped as damaged is not in there, and its extents are in quarantine.
+            log_sequence = self._deleted.pop(entry.place, 0)
+            if log_sequence:
+                self._defer(entry.extents, log_sequence)
         self.changed.notify_all()
 
     def evict(self, units: int) -> int:
@@ -207,17 +207,15 @@ class State:
         Returns how many units will come back when their deletes are durable.
         """
         wanted = max(units, min(self.geometry.data_units // EVICT_SHARE, EVICT_LIMIT_UNITS))
-        victims, found = [], 0
-        for entry in self.index.victims():
-            victims.append(entry)
-            found += entry.units
-            if found >= wanted:
-                break
-        for entry in victims:
-            self.delete(entry)
-            self.counters["chunks_evicted"] += 1
-            self.counters["bytes_evicted"] += entry.payload_bytes
-        return found
+        taken = self.index.take(self.index.first_victims(wanted))
+        if not taken.digests:
+            return 0
+        for layout_id, count in Counter(taken.layout_ids).items():
+            self.layouts.release(layout_id, count)
+        self._defer(taken.extents, self._append_deletes(taken.digests))
+        self.counters["chunks_evicted"] += len(taken.digests)
+        self.counters["bytes_evicted"] += taken.payload_bytes
+        return sum(count for _, count in taken.extents)
 
     @property
     def record_room_bytes(self) -> int:
@@ -239,19 +237,21 @@ class State:
         assert removed == entry
         self.layouts.release(entry.layout_id)
 
-    def _append_delete(self, digest: bytes) -> int:
-        log_sequence = self.log.append([record.encode_delete(self.log.next_log_sequences(), digest)])
+    def _append_deletes(self, digests: Sequence[bytes]) -> int:
+        """Log that these chunks are gone. Returns the log sequence of the last DELETE."""
+        first = self.log.next_log_sequences(len(digests))
+        last = self.log.append(record.encode_deletes(first, digests))
         if self._deletes is not None:
-            self._deletes[digest] = log_sequence
+            self._deletes.update(zip(digests, range(first, last + 1), strict=True))
             if len(self._deletes) > self._deletes_limit:
                 durable = self.log.durable_sequence
                 self._deletes = {
                     one: sequence for one, sequence in self._deletes.items() if sequence > durable
                 }
                 self._deletes_limit = DELETES_PRUNED_AT + 2 * len(self._deletes)
-        return log_sequence
+        return last
 
-    def _defer(self, extents: tuple[Extent, ...], log_sequence: int) -> None:
+    def _defer(self, extents: Sequence[Extent], log_sequence: int) -> None:
         self.allocator.defer(extents, log_sequence)
         if log_sequence <= self.log.durable_sequence:
             self.allocator.settle(self.log.durable_sequence)

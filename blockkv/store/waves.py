@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from blockkv.device.base import Batch, Direction, Priority
@@ -23,28 +23,38 @@ FIRST_WAVE_BYTES = 4 << 20
 WAVES_IN_FLIGHT = 4
 LOOKUP_KEYS = 256
 """Keys of a call that are looked up in one go: they are leased, or claimed, from then on."""
+FIRST_LOOKUP_KEYS = 32
+"""The first ones of a call: the device works on them while the next are looked at."""
 
-Item = TypeVar("Item")
+
+def lookups(count: int) -> Iterator[tuple[int, int]]:
+    """Which keys of a call are looked up in one go: from, up to."""
+    first, end = 0, min(count, FIRST_LOOKUP_KEYS)
+    while first < count:
+        yield first, end
+        first, end = end, min(count, end + LOOKUP_KEYS)
 
 
-class Wave(Generic[Item]):
-    """Chunks that travel in one batch; item i is transfer i."""
+class Wave:
+    """Chunks that travel in one batch. Subclasses have what belongs to each, in the order of transfers."""
 
-    __slots__ = ("batch", "dropped", "items", "payload_bytes", "refusal")
+    __slots__ = ("batch", "dropped", "payload_bytes", "refusal")
 
-    def __init__(self, direction: Direction, priority: Priority, deadline_ns: int) -> None:
-        self.batch = Batch(direction, priority)
-        self.batch.deadline_ns = deadline_ns
-        self.items: list[Item] = []
-        self.payload_bytes = 0
+    def __init__(self, payload_bytes: int) -> None:
+        self.batch: Batch
+        """Made when the wave is started."""
+        self.payload_bytes = payload_bytes
         self.refusal: BlockKVError | None = None
         """Why the device did not even start the batch."""
         self.dropped = False
         """Whether it was not given to the device, because that is allowed and would have taken too long."""
 
 
-class WaveRun(ABC, Generic[Item]):
-    """Collects transfers into waves and completes them in order. Subclasses say what completion means."""
+AnyWave = TypeVar("AnyWave", bound=Wave)
+
+
+class WaveRun(ABC, Generic[AnyWave]):
+    """Starts waves and completes them in order. Subclasses say what completion means."""
 
     direction: Direction
     priority: Priority
@@ -64,51 +74,50 @@ class WaveRun(ABC, Generic[Item]):
         self._deadline_ns = deadline_ns
         self._then = then
         self._started_count = 0
-        self._wave: Wave[Item] = self._new_wave()
-        self._in_flight: deque[Wave[Item]] = deque()
+        self._in_flight: deque[AnyWave] = deque()
 
     @abstractmethod
-    def _complete(self, wave: Wave[Item]) -> None:
+    def _complete(self, wave: AnyWave) -> None:
         """The wave is over: every transfer has its result, or `wave.refusal` says why none was started."""
 
-    @property
-    def _busy(self) -> bool:
-        return bool(self._wave.items or self._in_flight)
-
     @abstractmethod
-    def _fill(self, batch: Batch, items: list[Item]) -> None:
-        """Make transfer i of an empty batch that of item i."""
+    def _fill(self, wave: AnyWave) -> None:
+        """Put the wave's transfers into its batch, which is empty."""
 
-    def _enqueue(self, item: Item, payload_bytes: int) -> None:
-        wave = self._wave
-        wave.items.append(item)
-        wave.payload_bytes += payload_bytes
-        if wave.payload_bytes >= min(FIRST_WAVE_BYTES << self._started_count, WAVE_BYTES):
-            self._start()
-            if len(self._in_flight) >= WAVES_IN_FLIGHT:
-                self._finish()
+    def _cut(self, sizes_bytes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """The next waves of chunks with so much payload: from, up to, payload. Start each before the next."""
+        first, wave_bytes = 0, 0
+        for end, size_bytes in enumerate(sizes_bytes, 1):
+            wave_bytes += size_bytes
+            if wave_bytes >= min(FIRST_WAVE_BYTES << self._started_count, WAVE_BYTES):
+                yield first, end, wave_bytes
+                first, wave_bytes = end, 0
+        if first < len(sizes_bytes):
+            yield first, len(sizes_bytes), wave_bytes
 
     def _drain(self) -> None:
-        """Start what was collected and complete everything in flight."""
+        """Complete everything in flight."""
         try:
-            if self._wave.items:
-                self._start()
-        finally:
             while self._in_flight:
                 self._finish()
+        finally:
+            if self._in_flight:
+                self._drain()
 
-    def _start(self) -> None:
-        wave, self._wave = self._wave, self._new_wave()
+    def _start(self, wave: AnyWave) -> None:
+        """Give a wave to the device; completes one where many are in flight."""
         self._started_count += 1
+        wave.batch = Batch(self.direction, self.priority)
+        wave.batch.deadline_ns = self._deadline_ns
         if self._then is None:
             self._in_flight.append(wave)
         else:
             wave.batch.on_done = lambda _: self._complete_and_tell(wave)
-        wave.dropped = not self._admit(wave.payload_bytes)
+        wave.dropped = not self._admit(wave)
         if wave.dropped:
             return
         try:
-            self._fill(wave.batch, wave.items)
+            self._fill(wave)
             self._state.device.submit(wave.batch)
         except BlockKVError as error:
             wave.refusal = error
@@ -118,13 +127,12 @@ class WaveRun(ABC, Generic[Item]):
             # No memory. Nothing is in flight; what the wave holds is given back, as for a refused one.
             wave.refusal = BlockKVError(f"the requests could not be made: {error!r}")
             raise
+        if len(self._in_flight) >= WAVES_IN_FLIGHT:
+            self._finish()
 
-    def _admit(self, payload_bytes: int) -> bool:
-        """Whether a wave of that size may go to the device; may wait until it may."""
+    def _admit(self, wave: AnyWave) -> bool:
+        """Whether a wave may go to the device; may wait until it may."""
         return True
-
-    def _new_wave(self) -> Wave[Item]:
-        return Wave(self.direction, self.priority, self._deadline_ns)
 
     def _finish(self) -> None:
         wave = self._in_flight.popleft()
@@ -132,7 +140,7 @@ class WaveRun(ABC, Generic[Item]):
             self._state.device.wait(wave.batch)
         self._complete(wave)
 
-    def _complete_and_tell(self, wave: Wave[Item]) -> None:
+    def _complete_and_tell(self, wave: AnyWave) -> None:
         assert self._then is not None
         problem: BaseException | None = None
         try:

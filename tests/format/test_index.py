@@ -11,7 +11,7 @@ import pytest
 from blockkv._native import ffi, lib
 from format_samples import dice_bytes, put
 
-from blockkv.catalog.index import Entry, Index
+from blockkv.catalog.index import Entry, Index, add_put_transfers
 from blockkv.device.base import Batch, Direction, Priority
 from blockkv.errors import InvalidArgument
 from blockkv.format import geometry, page, record
@@ -271,7 +271,8 @@ def test_a_leased_chunk_outlives_its_removal() -> None:
     index = Index()
     raw = put(1, b"k")[0]
     entry = index.insert(raw)
-    assert list(index.acquire([entry.digest, bytes(32), entry.digest])) == [entry.place, 0, entry.place]
+    found = index.acquire([entry.digest, bytes(32), entry.digest])
+    assert (list(found.positions), list(found.places)) == ([0, 2], [entry.place] * 2)
     assert index.leases(entry) == 2
     assert list(index.victims()) == []
     assert index.remove(entry.digest) == entry
@@ -279,8 +280,8 @@ def test_a_leased_chunk_outlives_its_removal() -> None:
     for number in range(2, 40):  # none of them takes its place
         index.insert(put(number, bytes([number]))[0])
     assert index.at(entry.place).raw == raw
-    assert index.release(entry.place) is None
-    assert index.release(entry.place) == entry
+    assert index.release(array("I", [entry.place])) == []
+    assert index.release(array("I", [entry.place])) == [entry]
     assert not index.any_leased
 
 
@@ -288,7 +289,7 @@ def test_a_lease_returned_on_a_chunk_that_stays() -> None:
     index = Index()
     entry = index.insert(put(1, b"k")[0])
     index.lease(entry)
-    assert index.release(entry.place) is None
+    assert index.release(array("I", [entry.place])) == []
     assert [one.digest for one in index.victims()] == [entry.digest]
 
 
@@ -367,9 +368,9 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(seed: int) -> None:
             elif verb == "touch":
                 index.touch(digest)
             elif verb == "lease":
-                for place in filter(None, index.acquire([digest])):
-                    index.remove(digest)
-                    index.release(place)
+                found = index.acquire([digest])
+                index.remove(digest)
+                index.release(found.places)
 
     for turn in range(40):
         change()
@@ -431,7 +432,11 @@ def test_transfers_of_many_chunks_are_those_of_each() -> None:
         if record.digest_of(raw) not in index:
             index.insert(raw)
     entries = list(index)
-    places = index.acquire([entry.digest for entry in entries])
+    found = index.acquire([entry.digest for entry in entries])
+    assert list(found.positions) == list(range(len(entries)))
+    assert list(found.payload_bytes) == [entry.payload_bytes for entry in entries]
+    assert list(found.layout_ids) == [entry.layout_id for entry in entries]
+    assert list(found.extent_counts) == [len(entry.extents) for entry in entries]
     wanted = Batch(Direction.READ, Priority.LOAD)
     segment_counts = []
     base_bytes = 5 << 20
@@ -446,7 +451,8 @@ def test_transfers_of_many_chunks_are_those_of_each() -> None:
         )
     for hashed in (True, False):
         batch = Batch(Direction.READ, Priority.LOAD)
-        index.add_transfers(batch, places, array("I", segment_counts), base_bytes, hashed)
+        extents = sum(found.extent_counts)
+        index.add_transfers(batch, found.places, extents, array("I", segment_counts), base_bytes, hashed)
         assert batch.extents == wanted.extents
         assert len(batch) == len(entries)
         if hashed:
@@ -456,7 +462,51 @@ def test_transfers_of_many_chunks_are_those_of_each() -> None:
             assert len(batch.leaf_values) == 0
 
 
-def test_verify_compares_digest_size_layout_and_leaves() -> None:
+def test_transfers_of_new_chunks_are_those_of_each() -> None:
+    rng = random.Random(9)
+    puts = [Entry(1, random_put(rng)[0]) for _ in range(40)]
+    wanted = Batch(Direction.WRITE, Priority.STORE)
+    base_bytes = 7 << 20
+    counts = array("I", [rng.randrange(1, 4) for _ in puts])
+    for entry, count in zip(puts, counts, strict=True):
+        wanted.add(
+            entry.payload_bytes,
+            [(base_bytes + start * 4096, units * 4096) for start, units in entry.extents],
+            [(4096, 1)] * count,
+            geometry.leaf_bytes_for(entry.payload_bytes),
+        )
+    batch = Batch(Direction.WRITE, Priority.STORE)
+    sizes = [entry.payload_bytes for entry in puts]
+    add_put_transfers(batch, sizes, [entry.extents for entry in puts], counts, base_bytes)
+    assert batch.extents == wanted.extents
+    assert batch.transfers == wanted.transfers
+    assert batch.leaf_values == wanted.leaf_values
+
+
+def test_the_first_victims_are_taken_together() -> None:
+    rng = random.Random(10)
+    index = Index()
+    while len(index) < 60:
+        raw = random_put(rng)[0]
+        if record.digest_of(raw) not in index:
+            index.insert(raw)
+    entries = list(index)
+    index.pin(entries[1].digest, 1)
+    index.lease(entries[3])
+    idle = [entry for entry in entries if entry not in (entries[1], entries[3])]
+    units = sum(entry.units for entry in idle[:20])
+    places = index.first_victims(units)
+    assert list(places) == [entry.place for entry in idle[:20]]
+    taken = index.take(places)
+    assert taken.digests == [entry.digest for entry in idle[:20]]
+    assert list(taken.layout_ids) == [entry.layout_id for entry in idle[:20]]
+    assert taken.extents == [extent for entry in idle[:20] for extent in entry.extents]
+    assert taken.payload_bytes == sum(entry.payload_bytes for entry in idle[:20])
+    assert list(index) == [entries[1], entries[3], *idle[20:]]
+    assert len(index.first_victims(1 << 40)) == len(idle) - 20
+
+
+def test_inexact_compares_digest_size_layout_and_leaves() -> None:
     index = Index()
     layout = dice_bytes(1, 16)
     leaves = dice_bytes(2, 8 * 3)
@@ -471,14 +521,17 @@ def test_verify_compares_digest_size_layout_and_leaves() -> None:
 
     insert(b"right", record.root_checksum(record.key_digest(b"right"), payload_bytes, layout, leaves), 0)
     insert(b"wrong", record.root_checksum(record.key_digest(b"right"), payload_bytes, layout, leaves), 80)
-    places = index.acquire([record.key_digest(b"right"), record.key_digest(b"wrong")])
+    places = index.acquire([record.key_digest(b"right"), record.key_digest(b"wrong")]).places
     batch = Batch(Direction.READ, Priority.LOAD)
-    index.add_transfers(batch, places, array("I", [1, 1]), 0, True)
+    index.add_transfers(batch, places, 2, array("I", [1, 1]), 0, True)
     batch.leaf_values = array("Q", leaves * 2)
-    assert index.verify(batch, places, layout * 2) == b"\1\0"
-    assert index.verify(batch, places, dice_bytes(9, 16) + layout) == b"\0\0"
+    assert index.inexact(batch, places, layout * 2) == [1]
+    assert index.inexact(batch, places, dice_bytes(9, 16) + layout) == [0, 1]
     batch.leaf_values[2] ^= 1
-    assert index.verify(batch, places, layout * 2) == b"\0\0"
+    assert index.inexact(batch, places, layout * 2) == [0, 1]
+    batch.leaf_values[2] ^= 1
+    batch.set_result(0, -5)
+    assert index.inexact(batch, places, layout * 2) == [0, 1]
 
 
 def test_records_of_a_wave_are_those_encoded_one_by_one() -> None:

@@ -102,9 +102,9 @@ def flush_before_data_completes() -> Iterator[None]:
         return write_pages
 
     def make_start(original: Any) -> Any:
-        def start(self: GetRun) -> None:
+        def start(self: GetRun, wave: Any) -> None:
             wait_for_late()
-            original(self)
+            original(self, wave)
 
         return start
 
@@ -117,7 +117,7 @@ def flush_before_data_completes() -> Iterator[None]:
 
 
 def no_verification_on_get() -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(Index, "verify", lambda self, batch, places, layouts: bytes([1]) * len(places))
+    return mock.patch.object(Index, "inexact", return_value=[])
 
 
 def unsealed_tail_trusted() -> contextlib.AbstractContextManager[object]:
