@@ -33,6 +33,7 @@ struct bkv_batch {
     uint64_t *leaf_bases;            /* per transfer, its first entry in leaf_remaining */
     _Atomic uint64_t *leaf_remaining; /* bytes not yet read; reads only */
     uint8_t *leaf_with_copy;          /* hashed by whoever copies it into staging; writes only, or NULL */
+    uint64_t leaves_with_copy;
     _Atomic int32_t *results;
     struct bkv_transfer *caller_transfers;
     uint64_t *caller_leaves;
@@ -50,6 +51,8 @@ struct bkv_batch {
     uint32_t hash_transfer;  /* of the workers' queue */
     uint64_t hash_leaf;
 
+    uint64_t memory_bytes; /* of the segments that are used */
+    bool is_lone;          /* nothing is done before somebody waits for it */
     _Atomic uint64_t pending; /* operations, leaves, and the submitter while it is in submit */
     bool done;                /* under the engine's done mutex */
     pthread_cond_t done_cond;

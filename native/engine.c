@@ -185,6 +185,7 @@ static void destroy(struct bkv_engine *engine)
     pthread_cond_destroy(&engine->inbox.control_done);
     pthread_mutex_destroy(&engine->work.mutex);
     pthread_cond_destroy(&engine->work.arrived);
+    pthread_mutex_destroy(&engine->lane.mutex);
     pthread_mutex_destroy(&engine->done_mutex);
     pthread_cond_destroy(&engine->announced);
     pthread_cond_destroy(&engine->drained);
@@ -214,6 +215,7 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
     pthread_cond_init(&engine->announced, NULL);
     pthread_cond_init(&engine->drained, NULL);
     bkv_regions_open(&engine->regions);
+    bkv_lane_open(&engine->lane);
     engine->worker_threads = calloc(options->workers, sizeof *engine->worker_threads);
     int code = engine->worker_threads ? bkv_staging_open(&engine->staging, options->staging_bytes) : -ENOMEM;
     if (code) {
@@ -240,11 +242,14 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
     return engine;
 }
 
-/* Counts a call or batch that needs the device open; fails once the engine is closing. */
-static int begin(struct bkv_engine *engine)
+/* Counts a call or batch that needs the device open; fails once the engine is closing. `alone`, unless NULL, tells
+ * whether there is no other. */
+static int begin(struct bkv_engine *engine, bool *alone)
 {
     pthread_mutex_lock(&engine->done_mutex);
     int code = engine->state == BKV_OPEN ? 0 : -ESHUTDOWN;
+    if (alone)
+        *alone = !engine->active_count;
     engine->active_count += !code;
     pthread_mutex_unlock(&engine->done_mutex);
     return code;
@@ -258,36 +263,19 @@ static void end(struct bkv_engine *engine)
     pthread_mutex_unlock(&engine->done_mutex);
 }
 
-int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *request, struct bkv_batch **submitted,
-                      struct bkv_failure *failure)
+/* Which leaves of a write are computed with the copy to staging. */
+static void mark_leaves(struct bkv_batch *batch, uint64_t leaves)
 {
-    struct bkv_batch *batch;
-    int code = bkv_batch_open(&batch, request, &engine->options, failure);
-    if (code)
-        return code;
-    struct bkv_plan_totals totals = {0};
-    code = bkv_plan(batch, &engine->options, engine->operation_bytes, &engine->regions, &totals);
-    if (code)
-        bkv_refuse(failure, code, "no memory to plan %u transfers", batch->transfer_count);
-    else if ((code = begin(engine)))
-        bkv_refuse(failure, code, "the engine is closed");
-    if (code) {
-        bkv_batch_free(batch);
-        return code;
-    }
-    bkv_count(&engine->counts.direct_bytes, totals.direct_bytes);
-    bkv_count(&engine->counts.bounced_bytes, totals.bounced_bytes);
-    bkv_count(&engine->counts.bounced_transfers, totals.bounced_transfers);
-    *submitted = batch;
+    batch->leaf_with_copy = calloc(leaves, sizeof *batch->leaf_with_copy); /* without it they are hashed apart */
+    for (uint32_t i = 0; batch->leaf_with_copy && i < batch->operation_count; i++)
+        if (batch->operations[i].staging_bytes)
+            batch->leaves_with_copy += bkv_operation_mark_leaves(&batch->operations[i]);
+}
+
+/* Gives a batch that counts as active to the reactor or the pool, and what is to be hashed to the workers. */
+static void hand_over(struct bkv_engine *engine, struct bkv_batch *batch)
+{
     uint64_t leaves = atomic_load_explicit(&batch->pending, memory_order_relaxed);
-    bool hash_here = totals.direct_bytes + totals.bounced_bytes <= BKV_INLINE_BYTES;
-    uint64_t hashed_with_copy = 0;
-    if (batch->direction == BKV_WRITE && leaves && !hash_here && totals.bounced_bytes) {
-        batch->leaf_with_copy = calloc(leaves, sizeof *batch->leaf_with_copy); /* without it they are hashed apart */
-        for (uint32_t i = 0; batch->leaf_with_copy && i < batch->operation_count; i++)
-            if (batch->operations[i].staging_bytes)
-                hashed_with_copy += bkv_operation_mark_leaves(&batch->operations[i]);
-    }
     /* One more for this thread: the batch must not complete while it is being handed over. */
     atomic_fetch_add_explicit(&batch->pending, batch->operation_count + 1u, memory_order_relaxed);
     if (batch->operation_count) {
@@ -299,19 +287,66 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     uint64_t settled = 1;
     if (batch->direction == BKV_WRITE && leaves) {
         /* after the hand-over: the device is busy with it already */
-        if (hash_here) {
+        if (batch->memory_bytes <= BKV_INLINE_BYTES) {
             bkv_count(&engine->counts.hashed_bytes, bkv_batch_hash_all(batch));
             settled += leaves;
-        } else if (hashed_with_copy < leaves) {
+        } else if (batch->leaves_with_copy < leaves) {
             bkv_workers_hash(engine, batch);
         }
     }
     bkv_engine_release(engine, batch, settled);
+}
+
+int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *request, struct bkv_batch **submitted,
+                      struct bkv_failure *failure)
+{
+    struct bkv_batch *batch;
+    int code = bkv_batch_open(&batch, request, &engine->options, failure);
+    if (code)
+        return code;
+    struct bkv_plan_totals totals = {0};
+    batch->is_lone = request->is_lone && !request->token;
+    code = bkv_plan(batch, &engine->options, engine->operation_bytes, &engine->regions, &totals);
+    if (code)
+        bkv_refuse(failure, code, "no memory to plan %u transfers", batch->transfer_count);
+    else if (!batch->is_lone && (code = begin(engine, NULL)))
+        bkv_refuse(failure, code, "the engine is closed");
+    if (code) {
+        bkv_batch_free(batch);
+        return code;
+    }
+    bkv_count(&engine->counts.direct_bytes, totals.direct_bytes);
+    bkv_count(&engine->counts.bounced_bytes, totals.bounced_bytes);
+    bkv_count(&engine->counts.bounced_transfers, totals.bounced_transfers);
+    batch->memory_bytes = totals.direct_bytes + totals.bounced_bytes;
+    uint64_t leaves = atomic_load_explicit(&batch->pending, memory_order_relaxed);
+    if (batch->direction == BKV_WRITE && leaves && batch->memory_bytes > BKV_INLINE_BYTES && totals.bounced_bytes)
+        mark_leaves(batch, leaves);
+    *submitted = batch;
+    if (!batch->is_lone)
+        hand_over(engine, batch);
     return 0;
+}
+
+/* Carries out a batch that has waited for this, or gives it to those that do. */
+static void start_lone(struct bkv_engine *engine, struct bkv_batch *batch)
+{
+    bool alone;
+    int code = begin(engine, &alone);
+    if (code) {
+        for (uint32_t t = 0; t < batch->transfer_count; t++)
+            bkv_batch_fail(batch, t, code);
+        bkv_batch_publish(batch);
+        batch->done = true;
+    } else if (!alone || !bkv_lane_run(engine, batch)) {
+        hand_over(engine, batch);
+    }
 }
 
 void bkv_engine_wait(struct bkv_engine *engine, struct bkv_batch *batch)
 {
+    if (batch->is_lone)
+        start_lone(engine, batch);
     pthread_mutex_lock(&engine->done_mutex);
     while (!batch->done)
         pthread_cond_wait(&batch->done_cond, &engine->done_mutex);
@@ -335,7 +370,7 @@ uint64_t bkv_engine_next(struct bkv_engine *engine)
 
 int bkv_engine_flush(struct bkv_engine *engine)
 {
-    int code = begin(engine);
+    int code = begin(engine, NULL);
     if (code)
         return code;
     /* Straight from the calling thread, which waits anyway: through the ring it would take a kernel worker thread.
@@ -363,7 +398,7 @@ int bkv_engine_discard(struct bkv_engine *engine, uint64_t offset_bytes, uint64_
 {
     if (offset_bytes > engine->options.size_bytes || length_bytes > engine->options.size_bytes - offset_bytes)
         return -EINVAL;
-    int code = begin(engine);
+    int code = begin(engine, NULL);
     if (code)
         return code;
     code = discard(engine->options.fd, offset_bytes, length_bytes);
@@ -375,7 +410,7 @@ int bkv_engine_discard(struct bkv_engine *engine, uint64_t offset_bytes, uint64_
 static int control(struct bkv_engine *engine, struct bkv_control *control)
 {
     struct bkv_inbox *inbox = &engine->inbox;
-    if (begin(engine))
+    if (begin(engine, NULL))
         return -ESHUTDOWN;
     int result = -EOPNOTSUPP;
     if (engine->reactor) {
@@ -459,6 +494,7 @@ void bkv_engine_close(struct bkv_engine *engine)
     else
         bkv_pool_stop(engine);
     bkv_workers_stop(engine);
+    bkv_lane_close(&engine->lane);
     bkv_staging_close(&engine->staging);
     pthread_mutex_lock(&engine->done_mutex);
     engine->state = BKV_CLOSED;
@@ -480,6 +516,7 @@ void bkv_engine_abandon(struct bkv_engine *engine)
 {
     if (engine->reactor)
         bkv_reactor_abandon(engine->reactor);
+    bkv_lane_abandon(&engine->lane);
     if (engine->options.backend == BKV_BACKEND_PASSTHROUGH)
         close(engine->options.passthrough_fd);
     close(engine->options.fd);

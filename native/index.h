@@ -134,14 +134,14 @@ struct bkv_index_puts {
 int64_t bkv_index_insert_many(struct bkv_index *index, const struct bkv_index_puts *puts, uint8_t *records,
                               uint64_t room_bytes, uint32_t *record_bytes);
 
-/* Finds the entries of `count` digests, makes them the last to leave and leases them. Returns how many there are, and of
- * each: in `columns`, which has room for four times `count`, the positions of their digests, then their entries, their
- * layouts and how many extents they have, `count` items for each; and their sizes. */
+/* Finds the entries of `count` digests, makes them the last to leave and leases them. Returns how many there are, and
+ * of each: in `columns`, which has room for four times `count`, the positions of their digests, then their entries,
+ * their layouts and how many extents they have, `count` items for each; and their sizes. */
 uint32_t bkv_index_acquire(struct bkv_index *index, const uint8_t *digests, uint32_t count, uint32_t *columns,
                            uint64_t *payload_bytes);
 
-/* Takes back a lease of each. Returns how many of them were removed meanwhile and have none any more: they come first in
- * `entries` then, and stay readable until `bkv_index_drop`. */
+/* Takes back a lease of each. Returns how many of them were removed meanwhile and have none any more: they come first
+ * in `entries` then, and stay readable until `bkv_index_drop`. */
 uint32_t bkv_index_release_many(struct bkv_index *index, uint32_t *entries, uint32_t count);
 
 /* The transfers that read entries, and their extents, behind `base_bytes` on the device. `segment_counts` are those of

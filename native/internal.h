@@ -8,6 +8,7 @@
 
 #include "batch.h"
 #include "engine.h"
+#include "lane.h"
 #include "operation.h"
 #include "region.h"
 #include "staging.h"
@@ -77,6 +78,7 @@ struct bkv_engine {
     struct bkv_regions regions;
     struct bkv_inbox inbox;
     struct bkv_work work;
+    struct bkv_lane lane;
 
     struct bkv_reactor *reactor; /* NULL: the pool is the backend */
     pthread_t *pool_threads;

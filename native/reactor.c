@@ -94,25 +94,6 @@ static int device_fd(const struct bkv_reactor *reactor)
     return reactor->is_passthrough ? options->passthrough_fd : options->fd;
 }
 
-/* Fills in a zeroed entry: a read or write of the block device or file. */
-static void prepare(struct io_uring_sqe *sqe, const struct bkv_operation *operation, const struct iovec *memory,
-                    uint32_t count, bool fixed)
-{
-    bool read = operation->batch->direction == BKV_READ;
-    if (count == 1) {
-        sqe->opcode = read ? (fixed ? IORING_OP_READ_FIXED : IORING_OP_READ)
-                           : (fixed ? IORING_OP_WRITE_FIXED : IORING_OP_WRITE);
-        sqe->buf_index = fixed ? (uint16_t)operation->fixed_index : 0;
-        sqe->addr = (uintptr_t)memory->iov_base;
-        sqe->len = (uint32_t)memory->iov_len;
-    } else {
-        sqe->opcode = read ? IORING_OP_READV : IORING_OP_WRITEV;
-        sqe->addr = (uintptr_t)memory;
-        sqe->len = count;
-    }
-    sqe->off = operation->offset_bytes + operation->done_bytes;
-}
-
 static void issue(struct bkv_reactor *reactor, struct bkv_operation *operation)
 {
     struct bkv_counts *counts = &reactor->engine->counts;
@@ -123,7 +104,7 @@ static void issue(struct bkv_reactor *reactor, struct bkv_operation *operation)
     if (reactor->is_passthrough)
         bkv_passthrough_prepare(sqe, &reactor->engine->options, operation, memory, count, fixed);
     else
-        prepare(sqe, operation, memory, count, fixed);
+        bkv_ring_prepare(sqe, operation, memory, count, fixed);
     sqe->fd = reactor->has_file ? 0 : device_fd(reactor);
     sqe->flags = reactor->has_file ? IOSQE_FIXED_FILE : 0;
     sqe->user_data = (uintptr_t)operation;
@@ -536,7 +517,8 @@ static void loop(struct bkv_reactor *reactor)
 static int open_ring(struct bkv_reactor *reactor)
 {
     const struct bkv_options *options = &reactor->engine->options;
-    int code = bkv_ring_open(&reactor->ring, options->depth + 2, reactor->is_passthrough, &reactor->start_step);
+    int code = bkv_ring_open(&reactor->ring, options->depth + 2,
+                             reactor->is_passthrough ? BKV_RING_WIDE : BKV_RING_OWNED, &reactor->start_step);
     if (code)
         return code;
     if (reactor->is_passthrough && (code = bkv_passthrough_try(&reactor->ring, options))) {

@@ -5,10 +5,13 @@
 #include <string.h>
 #include <sys/uio.h>
 
-int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, bool wide, const char **step)
+#include "batch.h"
+#include "operation.h"
+
+int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, enum bkv_ring_kind kind, const char **step)
 {
-    uint32_t width = wide ? IORING_SETUP_SQE128 | IORING_SETUP_CQE32 : 0; /* 5.19 */
-    /* Completions run on the reactor when it asks for them (6.1); or at least without interrupting it (5.19). */
+    uint32_t width = kind == BKV_RING_WIDE ? IORING_SETUP_SQE128 | IORING_SETUP_CQE32 : 0; /* 5.19 */
+    /* Completions run on the thread when it asks for them (6.1); or at least without interrupting it (5.19). */
     static const uint32_t wanted[] = {
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
         IORING_SETUP_COOP_TASKRUN,
@@ -16,7 +19,7 @@ int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, bool wide, const char
     };
     int code = -EINVAL;
     *step = "io_uring_setup";
-    for (unsigned i = 0; i < sizeof wanted / sizeof *wanted && code == -EINVAL; i++) {
+    for (unsigned i = kind == BKV_RING_SHARED; i < sizeof wanted / sizeof *wanted && code == -EINVAL; i++) {
         struct io_uring_params params = {.flags = wanted[i] | width};
         code = io_uring_queue_init_params(entries, &ring->uring, &params);
     }
@@ -37,6 +40,25 @@ struct io_uring_sqe *bkv_ring_sqe(struct bkv_ring *ring)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
     return sqe ? memset(sqe, 0, sizeof *sqe << !!(ring->uring.flags & IORING_SETUP_SQE128)) : NULL;
+}
+
+void bkv_ring_prepare(struct io_uring_sqe *sqe, struct bkv_operation *operation, const struct iovec *memory,
+                      uint32_t count, bool fixed)
+{
+    bool read = operation->batch->direction == BKV_READ;
+    if (count == 1) {
+        sqe->opcode = read ? (fixed ? IORING_OP_READ_FIXED : IORING_OP_READ)
+                           : (fixed ? IORING_OP_WRITE_FIXED : IORING_OP_WRITE);
+        sqe->buf_index = fixed ? (uint16_t)operation->fixed_index : 0;
+        sqe->addr = (uintptr_t)memory->iov_base;
+        sqe->len = (uint32_t)memory->iov_len;
+    } else {
+        sqe->opcode = read ? IORING_OP_READV : IORING_OP_WRITEV;
+        sqe->addr = (uintptr_t)memory;
+        sqe->len = count;
+    }
+    sqe->off = operation->offset_bytes + operation->done_bytes;
+    sqe->user_data = (uintptr_t)operation;
 }
 
 int bkv_ring_enter(struct bkv_ring *ring, uint32_t wait_count)

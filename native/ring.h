@@ -1,4 +1,4 @@
-/* The io_uring of the reactor: liburing, and which of its features are asked for. Owned by one thread. */
+/* An io_uring: liburing, and which of its features are asked for. Used by one thread at a time. */
 #ifndef BKV_RING_H
 #define BKV_RING_H
 
@@ -6,18 +6,30 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+struct bkv_operation;
+
 struct bkv_ring {
     struct io_uring uring;
 };
 
-/* 0, or a negative errno with `step` naming the call that was refused. The calling thread becomes the only one
- * that may submit. `wide`: entries have room for an NVMe command and its completion. */
-int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, bool wide, const char **step);
+enum bkv_ring_kind {
+    BKV_RING_OWNED,  /* the thread that opens it is the only one that ever submits */
+    BKV_RING_WIDE,   /* the same, and entries have room for an NVMe command and its completion */
+    BKV_RING_SHARED, /* threads take turns */
+};
+
+/* 0, or a negative errno with `step` naming the call that was refused. */
+int bkv_ring_open(struct bkv_ring *ring, uint32_t entries, enum bkv_ring_kind kind, const char **step);
 /* Nothing may be in flight that uses a registered file or buffer. */
 void bkv_ring_close(struct bkv_ring *ring);
 
 /* A zeroed entry, or NULL when the queue is full. */
 struct io_uring_sqe *bkv_ring_sqe(struct bkv_ring *ring);
+
+/* Fills in a zeroed entry, except for its file and flags: an operation as a read or write of the block device or file.
+ * `memory` and `count` are bkv_operation_memory's; `fixed`: the one iovec is registered, as entry `fixed_index`. */
+void bkv_ring_prepare(struct io_uring_sqe *sqe, struct bkv_operation *operation, const struct iovec *memory,
+                      uint32_t count, bool fixed);
 
 /* Submits everything prepared and waits for `wait_count` completions, or until a timeout fires. 0 or a negative
  * errno. */

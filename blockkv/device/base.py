@@ -30,7 +30,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from blockkv.errors import DeviceError, DeviceLost
+from blockkv.errors import DeviceError, DeviceLost, StoreClosed
 
 UNIT_BYTES = 4096
 """Allocation unit and metadata page size. Every LBA size in use (512, 4096) divides it."""
@@ -86,6 +86,7 @@ class Batch:
         "deadline_ns",
         "direction",
         "extents",
+        "is_lone",
         "keepalive",
         "leaf_values",
         "native",
@@ -108,6 +109,8 @@ class Batch:
         self.deadline_ns = 0
         """`time.monotonic_ns` after which nothing more of it is handed to the device: what was not ends with
         ETIME. 0 for never."""
+        self.is_lone = False
+        """Whether its submitter waits for it at once: a device may carry it out in `wait`, on that thread."""
         self.native: object = None
         """The device's own state for this batch while it is in flight."""
 
@@ -253,11 +256,14 @@ class Device(ABC):
         length_bytes = len(memory)
         view = ctypes.c_char.from_buffer(memory)
         batch = Batch(direction, Priority.LOAD)
+        batch.is_lone = True
         batch.keepalive.append(view)
         batch.add(length_bytes, [(offset_bytes, length_bytes)], [(ctypes.addressof(view), length_bytes)])
         self.submit(batch)
         self.wait(batch)
         code = batch.result(0)
+        if code == -errno.ESHUTDOWN:
+            raise StoreClosed(f"{self.path} is closed")
         if code:
             what = f"{direction.name.lower()} of {length_bytes} bytes at {offset_bytes}"
             raise device_error(self.path, what, code)

@@ -26,7 +26,7 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
 from blockkv.store.verify import WRONG_BYTES, Verifier, is_damage
-from blockkv.store.waves import Wave, WaveRun, lookups
+from blockkv.store.waves import Wave, WaveRun, is_one_lookup, lookups
 from blockkv.tensors import Occupied, Pieces, allocate, describe_outputs, read_only_error
 
 logger = logging.getLogger("blockkv")
@@ -83,6 +83,7 @@ class GetRun(WaveRun[GetWave]):
         super().__init__(state, deadline_ns, then)
         self.results: list[Any] = [False if into_outputs else None] * count
         self.errors: dict[int, BlockKVError] = {}
+        self._is_one_lookup = is_one_lookup(count)
         self._into_outputs = into_outputs
         self._occupied = Occupied()
 
@@ -143,7 +144,7 @@ class GetRun(WaveRun[GetWave]):
                     pieces.cut(begin, end),
                 )
                 started = end
-                self._start(wave)
+                self._start(wave, is_lone=self._is_one_lookup and end - begin == len(places))
         finally:
             self._let_go(places[started:])
 

@@ -22,7 +22,7 @@ from blockkv.space.allocator import Extent
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
-from blockkv.store.waves import Wave, WaveRun, lookups
+from blockkv.store.waves import Wave, WaveRun, is_one_lookup, lookups
 from blockkv.tensors import Pieces, Tensors, describe_many
 
 SPACE_WAIT_S = 5.0
@@ -79,6 +79,7 @@ class PutRun(WaveRun[PutWave]):
 
     def __init__(self, state: State, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
         super().__init__(state, deadline_ns)
+        self._is_one_lookup = is_one_lookup(count)
         self._droppable = droppable
         self.results = [False] * count
         self.errors: dict[int, BlockKVError] = {}
@@ -135,7 +136,8 @@ class PutRun(WaveRun[PutWave]):
                 for begin, end, payload_bytes in self._cut(puts.pieces.sizes_bytes[first:placed]):
                     wave = PutWave(payload_bytes, puts.cut(first + begin, first + end), extents[begin:end])
                     started = first + end
-                    self._start(wave)
+                    is_whole = end - begin == len(puts.positions)
+                    self._start(wave, is_lone=self._is_one_lookup and is_whole)
             finally:
                 if started < placed:
                     self._displace(puts.record_bytes[started:placed], extents[started - first :])

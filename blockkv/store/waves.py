@@ -27,6 +27,11 @@ FIRST_LOOKUP_KEYS = 32
 """The first ones of a call: the device works on them while the next are looked at."""
 
 
+def is_one_lookup(count: int) -> bool:
+    """Whether so many keys are looked up in one go."""
+    return count <= FIRST_LOOKUP_KEYS
+
+
 def lookups(count: int) -> Iterator[tuple[int, int]]:
     """Which keys of a call are looked up in one go: from, up to."""
     first, end = 0, min(count, FIRST_LOOKUP_KEYS)
@@ -104,10 +109,11 @@ class WaveRun(ABC, Generic[AnyWave]):
             if self._in_flight:
                 self._drain()
 
-    def _start(self, wave: AnyWave) -> None:
-        """Give a wave to the device; completes one where many are in flight."""
+    def _start(self, wave: AnyWave, is_lone: bool) -> None:
+        """Give a wave to the device, a lone one if the call has no other; completes one of many in flight."""
         self._started_count += 1
         wave.batch = Batch(self.direction, self.priority)
+        wave.batch.is_lone = is_lone
         wave.batch.deadline_ns = self._deadline_ns
         if self._then is None:
             self._in_flight.append(wave)

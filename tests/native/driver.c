@@ -166,9 +166,11 @@ static uint8_t *map(uint64_t length)
     return memory;
 }
 
-static void run_batch(struct bkv_engine *engine, struct plan *plan, enum bkv_direction direction, uint32_t priority)
+static void run_batch(struct bkv_engine *engine, struct plan *plan, enum bkv_direction direction, uint32_t priority,
+                      bool is_lone)
 {
     struct bkv_request request = request_for(plan, direction, 0, priority);
+    request.is_lone = is_lone;
     struct bkv_failure failure;
     struct bkv_batch *batch;
     CHECK(bkv_engine_submit(engine, &request, &batch, &failure) == 0);
@@ -191,7 +193,8 @@ static void *call(void *argument)
             memcpy(arena + i, &value, 8);
         }
         memcpy(before, arena, ARENA_BYTES);
-        run_batch(caller->engine, plan, write ? BKV_WRITE : BKV_READ, (uint32_t)below(&caller->random, 3));
+        run_batch(caller->engine, plan, write ? BKV_WRITE : BKV_READ, (uint32_t)below(&caller->random, 3),
+                  below(&caller->random, 2));
         for (uint32_t t = 0; t < plan->transfer_count; t++) {
             const struct bkv_transfer *transfer = &plan->transfers[t];
             CHECK(transfer->result == 0);
@@ -295,7 +298,7 @@ static void garbage_is_refused(int fd, uint32_t backend, uint64_t seed, int roun
 }
 
 /* Neighbours that went out as one request: only those past the end of the shortened image fail. */
-static void errors_stay_with_their_transfer(int fd, uint32_t backend, bool staged)
+static void errors_stay_with_their_transfer(int fd, uint32_t backend, bool staged, bool is_lone)
 {
     enum { COUNT = 16, GOOD = 11 };
     CHECK(ftruncate(fd, GOOD * UNIT) == 0);
@@ -323,7 +326,7 @@ static void errors_stay_with_their_transfer(int fd, uint32_t backend, bool stage
     plan->transfer_count = COUNT / 2;
     plan->extent_count = plan->leaf_count = COUNT;
     plan->segment_count = COUNT / 2;
-    run_batch(engine, plan, BKV_READ, BKV_LOAD);
+    run_batch(engine, plan, BKV_READ, BKV_LOAD, is_lone);
     for (uint32_t i = 0; i < COUNT / 2; i++)
         CHECK(plan->transfers[i].result == (2 * i + 2 <= GOOD ? 0 : -ENODEV));
     struct bkv_counters counters;
@@ -527,8 +530,8 @@ int main(int argc, char **argv)
         threads_agree_with_memory(fd, backend, backend ? 512 : 4096, seed, rounds);
         threads_agree_with_memory(fd, backend, backend ? 4096 : 512, seed + 1, rounds);
         garbage_is_refused(fd, backend, seed, 20 * rounds);
-        errors_stay_with_their_transfer(fd, backend, false);
-        errors_stay_with_their_transfer(fd, backend, true);
+        for (int i = 0; i < 4; i++)
+            errors_stay_with_their_transfer(fd, backend, i % 2, i / 2);
         closing_waits_for_batches(fd, backend);
     }
     CHECK(plan_requests(0, seed, rounds) > 0);
