@@ -112,11 +112,6 @@ class Pieces:
         flat = self.segments[2 * before : 2 * (before + count)]
         return list(zip(flat[::2], flat[1::2], strict=True))
 
-    @property
-    def copied_bytes(self) -> int:
-        """Payload that was, or will be, copied because its pieces are too short."""
-        return sum(one.copied_bytes for one in self.described)
-
     @classmethod
     def of(cls, described: Sequence[Described]) -> Pieces:
         """Values that were described one by one."""
@@ -253,7 +248,7 @@ class Occupied:
 
 
 def describe_outputs(
-    values: Sequence[Any], layouts: Sequence[Layout], occupied: Occupied
+    values: Sequence[Any], layouts: Sequence[Layout], occupied: Occupied | None
 ) -> tuple[Pieces, dict[int, BlockKVError]]:
     """`describe_output` for many: those that can be read into, in order, and what is wrong with the others.
 
@@ -265,7 +260,7 @@ def describe_outputs(
         pieces is not None
         and _all_equal(pieces.layouts, layouts)
         and not (_any_copied(pieces.segments) and unwritable(pieces.segments[::2]))
-        and occupied.add(pieces.segments)
+        and (occupied is None or occupied.add(pieces.segments))
     ):
         return pieces, {}
     errors: dict[int, BlockKVError] = {}
@@ -280,7 +275,7 @@ def describe_outputs(
     errors |= {positions[number]: read_only_error() for number in _read_only(described)}
     usable = [number for number, position in enumerate(positions) if position not in errors]
     pieces = Pieces.of([described[number] for number in usable])
-    if occupied.add(pieces.segments):
+    if occupied is None or occupied.add(pieces.segments):
         return pieces, errors
     apart: list[Described] = []
     for number in usable:

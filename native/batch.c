@@ -321,6 +321,21 @@ uint64_t bkv_batch_arrived(struct bkv_batch *batch, const struct bkv_part *part,
     return settled;
 }
 
+bool bkv_batch_hash_at(struct bkv_batch *batch, const struct bkv_part *part, const void *bytes,
+                       uint64_t *hashed_bytes)
+{
+    const struct bkv_transfer *transfer = &batch->transfers[part->transfer];
+    if (!transfer->leaf_bytes || part->payload_offset % transfer->leaf_bytes)
+        return false;
+    uint64_t left = transfer->payload_bytes - part->payload_offset;
+    if (part->payload_bytes != (left < transfer->leaf_bytes ? left : transfer->leaf_bytes))
+        return false;
+    uint64_t leaf = part->payload_offset / transfer->leaf_bytes;
+    batch->caller_leaves[transfer->first_leaf + leaf] = bkv_checksum(bytes, part->payload_bytes);
+    *hashed_bytes += part->payload_bytes;
+    return true;
+}
+
 void bkv_batch_publish(struct bkv_batch *batch)
 {
     for (uint32_t t = 0; t < batch->transfer_count; t++)

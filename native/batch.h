@@ -86,6 +86,10 @@ uint64_t bkv_batch_hash_all(struct bkv_batch *batch);
  * and adds the bytes hashed. */
 uint64_t bkv_batch_arrived(struct bkv_batch *batch, const struct bkv_part *part, uint64_t *hashed_bytes);
 
+/* The same for a part that is one leaf as a whole, which is hashed where its bytes lie now. False: it is not. */
+bool bkv_batch_hash_at(struct bkv_batch *batch, const struct bkv_part *part, const void *bytes,
+                       uint64_t *hashed_bytes);
+
 /* Copies the results to the caller's array. */
 void bkv_batch_publish(struct bkv_batch *batch);
 

@@ -6,10 +6,14 @@
 #include <unistd.h>
 
 #include "batch.h"
+#include "checksum.h"
 #include "internal.h"
 
 /* EAGAIN and EINTR say nothing about the device; but an answer that never changes is one. */
 enum { MAX_ATTEMPTS = 1000 };
+
+/* Less than this may well be read before it would have left the caches. */
+enum { STREAM_BYTES = 65536 };
 
 void bkv_list_push(struct bkv_operation_list *list, struct bkv_operation *operation)
 {
@@ -171,6 +175,14 @@ void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *oper
         bkv_engine_release(engine, batch, settled);
 }
 
+static void copy_out(uint8_t *target, const uint8_t *source, uint64_t length_bytes)
+{
+    if (length_bytes >= STREAM_BYTES)
+        bkv_stream(target, source, length_bytes);
+    else
+        memcpy(target, source, length_bytes);
+}
+
 uint64_t bkv_operation_arrived(struct bkv_operation *operation, uint64_t *hashed_bytes)
 {
     struct bkv_batch *batch = operation->batch;
@@ -183,11 +195,13 @@ uint64_t bkv_operation_arrived(struct bkv_operation *operation, uint64_t *hashed
             const uint8_t *source = operation->staging + copies.whole->staging_offset;
             for (uint64_t at = start, stop; at < end; at = stop) {
                 stop = piece_end(transfer, copies.part, at);
-                memcpy(copies.whole->address + (at - start), source + (at - start), stop - at);
                 struct bkv_part piece = *copies.part;
                 piece.payload_offset = at;
                 piece.payload_bytes = (uint32_t)(stop - at);
-                settled += bkv_batch_arrived(batch, &piece, hashed_bytes);
+                /* A whole leaf is hashed where it is still in a cache, and the copy leaves the caches to the next. */
+                bool hashed = bkv_batch_hash_at(batch, &piece, source + (at - start), hashed_bytes);
+                copy_out(copies.whole->address + (at - start), source + (at - start), stop - at);
+                settled += hashed ? 1 : bkv_batch_arrived(batch, &piece, hashed_bytes);
             }
             continue;
         }

@@ -85,7 +85,8 @@ class GetRun(WaveRun[GetWave]):
         self.errors: dict[int, BlockKVError] = {}
         self._is_one_lookup = is_one_lookup(count)
         self._into_outputs = into_outputs
-        self._occupied = Occupied()
+        self._occupied = Occupied() if count > 1 else None
+        """Memory of outputs, which must not meet that of others."""
 
     def run(self, keys: Sequence[Key], outputs: Sequence[Any] | None) -> None:
         """Carry out all gets; one key's fault never stops its neighbours."""
@@ -115,7 +116,8 @@ class GetRun(WaveRun[GetWave]):
         with state.lock:
             found = state.index.acquire(digests)
             layouts = list(map(state.layouts.__getitem__, found.layout_ids))
-            state.counters["get_misses"] += len(digests) - len(layouts)
+            if len(layouts) < len(digests):
+                state.counters["get_misses"] += len(digests) - len(layouts)
         places, extent_counts = found.places, found.extent_counts
         if len(places) < len(positions):
             positions = [positions[number] for number in found.positions]
@@ -176,20 +178,19 @@ class GetRun(WaveRun[GetWave]):
     def _complete(self, wave: GetWave) -> None:
         state, pieces = self._state, wave.pieces
         failures = self._failures(wave)
-        damaged = self._damaged(wave, failures)
-        payload_bytes, copied_bytes = wave.payload_bytes, pieces.copied_bytes
+        damaged = self._damaged(wave, failures) if failures else set()
+        payload_bytes, copied_bytes = wave.payload_bytes, 0
         for number in failures:
             payload_bytes -= pieces.sizes_bytes[number]
             _zero(pieces, number)
         for number, described in enumerate(pieces.described):
-            if number in failures:
-                copied_bytes -= described.copied_bytes
-            else:
+            if number not in failures:
+                copied_bytes += described.copied_bytes
                 for target, stand_in in described.scatter_back or ():
                     target.copy_(stand_in)
-        for number, (position, value) in enumerate(zip(wave.positions, wave.values, strict=True)):
+        for number, position in enumerate(wave.positions):
             if number not in failures:
-                self.results[position] = value
+                self.results[position] = wave.values[number]
         with state.changing:
             for number, failure in failures.items():
                 if number in damaged:
@@ -198,7 +199,8 @@ class GetRun(WaveRun[GetWave]):
                 state.counters["get_misses"] += 1
             state.counters["get_chunks"] += len(wave.places) - len(failures)
             state.counters["get_bytes"] += payload_bytes
-            state.counters["get_copied_bytes"] += copied_bytes
+            if copied_bytes:
+                state.counters["get_copied_bytes"] += copied_bytes
             state.release(wave.places)
 
     def _outcomes(self, wave: GetWave) -> dict[int, int]:

@@ -670,17 +670,9 @@ class Store:
             run.run(keys, outputs)
         return run.results, run.errors
 
-    @contextlib.contextmanager
-    def _operation(self, writing: bool = False) -> Iterator[None]:
+    def _operation(self, writing: bool = False) -> _Operation:
         """Hold `close` and signal handlers back while it lasts. Raises StoreClosed or StoreReadOnly."""
-        with interrupts:
-            self._enter(writing)
-            self._go_inside()
-            try:
-                yield
-            finally:
-                self._inside.count -= 1
-                self._leave()
+        return _Operation(self, writing)
 
     def _go_inside(self) -> None:
         self._inside.count = getattr(self._inside, "count", 0) + 1
@@ -719,6 +711,34 @@ class Store:
         self._closed = reason
         self._state.log.stop()
         _open_stores.discard(self)
+
+
+class _Operation:
+    """See `Store._operation`. Not a generator: every get and put goes through it."""
+
+    __slots__ = ("_store", "_writing")
+
+    def __init__(self, store: Store, writing: bool) -> None:
+        self._store = store
+        self._writing = writing
+
+    def __enter__(self) -> None:
+        interrupts.__enter__()
+        try:
+            self._store._enter(self._writing)
+        except BaseException:
+            interrupts.__exit__(None, None, None)
+            raise
+        self._store._go_inside()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._store._inside.count -= 1
+            self._store._leave()
+        finally:
+            interrupts.__exit__(kind, error, trace)
 
 
 COUNTERS = (
