@@ -52,7 +52,7 @@ struct bkv_batch {
     uint64_t hash_leaf;
 
     uint64_t memory_bytes; /* of the segments that are used */
-    bool is_lone;          /* nothing is done before somebody waits for it */
+    bool on_lane;
     _Atomic uint64_t pending; /* operations, leaves, and the submitter while it is in submit */
     bool done;                /* under the engine's done mutex */
     pthread_cond_t done_cond;

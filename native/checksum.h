@@ -18,7 +18,7 @@ uint64_t bkv_checksum_pieces(const struct iovec *pieces, uint64_t count);
 /* XXH3-64 of every `leaf_bytes` of the memory, the last leaf short; `values` has room for all of them. */
 void bkv_checksum_leaves(const void *data, uint64_t length_bytes, uint64_t leaf_bytes, uint64_t *values);
 
-/* A copy to memory that is not read soon: where the CPU can, past the caches, which saves reading what is overwritten. */
+/* A copy to memory that is not read soon: past the caches where possible, which saves reading what is overwritten. */
 void bkv_stream(void *target, const void *source, uint64_t length_bytes);
 
 /* "avx512", "avx2" or "baseline". */

@@ -1,5 +1,5 @@
-/* The body of one compiled variant. The including file sets BKV_VARIANT(name) and XXH_VECTOR, and BKV_STREAM where there
- * are stores that bypass the caches. */
+/* The body of one compiled variant. The including file sets BKV_VARIANT(name) and XXH_VECTOR, and BKV_STREAM where
+ * there are stores that bypass the caches. */
 #define XXH_INLINE_ALL
 #include <stdint.h>
 #include <string.h>

@@ -242,14 +242,14 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
     return engine;
 }
 
-/* Counts a call or batch that needs the device open; fails once the engine is closing. `alone`, unless NULL, tells
+/* Counts a call or batch that needs the device open; fails once the engine is closing. `idle`, unless NULL, tells
  * whether there is no other. */
-static int begin(struct bkv_engine *engine, bool *alone)
+static int begin(struct bkv_engine *engine, bool *idle)
 {
     pthread_mutex_lock(&engine->done_mutex);
     int code = engine->state == BKV_OPEN ? 0 : -ESHUTDOWN;
-    if (alone)
-        *alone = !engine->active_count;
+    if (idle)
+        *idle = !engine->active_count;
     engine->active_count += !code;
     pthread_mutex_unlock(&engine->done_mutex);
     return code;
@@ -305,11 +305,11 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     if (code)
         return code;
     struct bkv_plan_totals totals = {0};
-    batch->is_lone = request->is_lone && !request->token;
+    bool idle;
     code = bkv_plan(batch, &engine->options, engine->operation_bytes, &engine->regions, &totals);
     if (code)
         bkv_refuse(failure, code, "no memory to plan %u transfers", batch->transfer_count);
-    else if (!batch->is_lone && (code = begin(engine, NULL)))
+    else if ((code = begin(engine, &idle)))
         bkv_refuse(failure, code, "the engine is closed");
     if (code) {
         bkv_batch_free(batch);
@@ -323,30 +323,15 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     if (batch->direction == BKV_WRITE && leaves && batch->memory_bytes > BKV_INLINE_BYTES && totals.bounced_bytes)
         mark_leaves(batch, leaves);
     *submitted = batch;
-    if (!batch->is_lone)
+    if (!request->on_caller || request->token || !bkv_lane_submit(engine, batch, idle))
         hand_over(engine, batch);
     return 0;
 }
 
-/* Carries out a batch that has waited for this, or gives it to those that do. */
-static void start_lone(struct bkv_engine *engine, struct bkv_batch *batch)
-{
-    bool alone;
-    int code = begin(engine, &alone);
-    if (code) {
-        for (uint32_t t = 0; t < batch->transfer_count; t++)
-            bkv_batch_fail(batch, t, code);
-        bkv_batch_publish(batch);
-        batch->done = true;
-    } else if (!alone || !bkv_lane_run(engine, batch)) {
-        hand_over(engine, batch);
-    }
-}
-
 void bkv_engine_wait(struct bkv_engine *engine, struct bkv_batch *batch)
 {
-    if (batch->is_lone)
-        start_lone(engine, batch);
+    if (batch->on_lane)
+        bkv_lane_wait(engine, batch);
     pthread_mutex_lock(&engine->done_mutex);
     while (!batch->done)
         pthread_cond_wait(&batch->done_cond, &engine->done_mutex);

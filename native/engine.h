@@ -85,7 +85,7 @@ struct bkv_request {
     uint64_t token;       /* non-zero: bkv_engine_next returns it at completion; zero: somebody calls wait */
     uint64_t deadline_ns; /* CLOCK_MONOTONIC: what the device has not got by then fails with ETIME; 0: none */
     uint32_t direction, priority;
-    uint32_t is_lone; /* with token 0: the caller does nothing before it waits, which may carry the batch out */
+    uint32_t on_caller; /* with token 0: the thread may carry it out, here and in bkv_engine_wait, which it must call */
     uint32_t reserved;
 };
 

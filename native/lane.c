@@ -7,19 +7,7 @@
 
 #include "internal.h"
 
-enum {
-    LANE_BYTES = 8 << 20, /* of a batch; with more, the reactor and the workers gain by working side by side */
-    LANE_DEPTH = 32,
-};
-
-/* What a thread does on the lane. */
-struct run {
-    struct bkv_engine *engine;
-    struct bkv_lane *lane;
-    struct bkv_batch *batch;
-    struct bkv_operation_list again; /* to be issued once more */
-    uint32_t in_flight;
-};
+enum { LANE_DEPTH = 32 };
 
 void bkv_lane_open(struct bkv_lane *lane)
 {
@@ -39,10 +27,23 @@ void bkv_lane_abandon(struct bkv_lane *lane)
         close(lane->ring.uring.ring_fd);
 }
 
-static bool is_for(const struct bkv_engine *engine, const struct bkv_batch *batch)
+static bool take(struct bkv_lane *lane, bool idle)
 {
-    return engine->options.backend == BKV_BACKEND_IO_URING && batch->operations_bytes <= LANE_BYTES
-           && !batch->deadline_ns;
+    pthread_mutex_lock(&lane->mutex);
+    bool taken = lane->batch_count ? pthread_equal(lane->owner, pthread_self()) : idle;
+    if (taken) {
+        lane->owner = pthread_self();
+        lane->batch_count++;
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    return taken;
+}
+
+static void give_back(struct bkv_lane *lane)
+{
+    pthread_mutex_lock(&lane->mutex);
+    lane->batch_count--;
+    pthread_mutex_unlock(&lane->mutex);
 }
 
 /* With its first batch the lane gets its ring. */
@@ -58,64 +59,97 @@ static bool is_open(struct bkv_engine *engine)
     return lane->state == BKV_LANE_OPEN;
 }
 
-static void issue(struct run *run, struct bkv_operation *operation)
+static void enter(struct bkv_engine *engine, uint32_t wait_count)
 {
-    struct bkv_counts *counts = &run->engine->counts;
-    struct io_uring_sqe *sqe = bkv_ring_sqe(&run->lane->ring);
-    uint32_t count;
-    const struct iovec *memory = bkv_operation_memory(operation, &count);
-    bkv_ring_prepare(sqe, operation, memory, count, false);
-    sqe->fd = run->lane->has_file ? 0 : run->engine->options.fd;
-    sqe->flags = run->lane->has_file ? IOSQE_FIXED_FILE : 0;
-    run->in_flight++;
-    bkv_count(&counts->device_requests, 1);
-    if (operation->transfer_count > 1)
-        bkv_count(&counts->coalesced_requests, 1);
-}
-
-static void enter(struct run *run, uint32_t wait_count)
-{
-    bkv_count(&run->engine->counts.ring_enters, 1);
-    if (bkv_ring_enter(&run->lane->ring, wait_count)) {
+    bkv_count(&engine->counts.ring_enters, 1);
+    if (bkv_ring_enter(&engine->lane.ring, wait_count)) {
         /* As in the reactor: requests in flight own the caller's memory, so there is nothing to do but come back. */
         struct timespec pause = {.tv_sec = 0, .tv_nsec = 1000000};
         nanosleep(&pause, NULL);
     }
 }
 
-static void reap(struct run *run)
+static void reap(struct bkv_engine *engine)
 {
+    struct bkv_lane *lane = &engine->lane;
     uint64_t user_data;
     int32_t result;
-    while (bkv_ring_next(&run->lane->ring, &user_data, &result)) {
+    while (bkv_ring_next(&lane->ring, &user_data, &result)) {
         struct bkv_operation *operation = (struct bkv_operation *)(uintptr_t)user_data;
-        run->in_flight--;
-        operation = bkv_operation_settle(run->engine, operation, result, &run->again);
+        lane->in_flight--;
+        operation = bkv_operation_settle(engine, operation, result, &lane->again);
         if (operation)
-            bkv_engine_finish(run->engine, operation);
+            bkv_engine_finish(engine, operation);
     }
 }
 
-/* Staging for an operation; waits for some of our own requests, or for others, to give theirs back. */
-static void stage(struct run *run, struct bkv_operation *operation)
+static void issue(struct bkv_engine *engine, struct bkv_operation *operation)
 {
-    struct bkv_staging *staging = &run->engine->staging;
+    struct bkv_lane *lane = &engine->lane;
+    struct io_uring_sqe *sqe = bkv_ring_sqe(&lane->ring);
+    uint32_t count;
+    const struct iovec *memory = bkv_operation_memory(operation, &count);
+    bkv_ring_prepare(sqe, operation, memory, count, false);
+    sqe->fd = lane->has_file ? 0 : engine->options.fd;
+    sqe->flags = lane->has_file ? IOSQE_FIXED_FILE : 0;
+    lane->in_flight++;
+    bkv_count(&engine->counts.device_requests, 1);
+    if (operation->transfer_count > 1)
+        bkv_count(&engine->counts.coalesced_requests, 1);
+}
+
+/* Staging for an operation; waits until requests of our own, or others, give theirs back. */
+static void stage(struct bkv_engine *engine, struct bkv_operation *operation)
+{
     uint8_t *slot;
-    while (!(slot = bkv_staging_take(staging, operation->staging_bytes)) && run->in_flight) {
-        enter(run, 1);
-        reap(run);
+    while (!(slot = bkv_staging_take(&engine->staging, operation->staging_bytes)) && engine->lane.in_flight) {
+        enter(engine, 1);
+        reap(engine);
     }
     if (!slot)
-        slot = bkv_staging_take_wait(staging, operation->staging_bytes);
+        slot = bkv_staging_take_wait(&engine->staging, operation->staging_bytes);
     bkv_operation_attach_staging(operation, slot);
     if (operation->batch->direction == BKV_WRITE)
-        bkv_operation_copy_in(run->engine, operation);
+        bkv_operation_copy_in(engine, operation);
 }
 
-/* Leaves of writes, while the device works. */
-static void hash(struct run *run)
+/* Issues operations of a batch, as many as there is room for; with `staged` also those that need staging. */
+static void issue_some(struct bkv_engine *engine, struct bkv_batch *batch, bool staged)
 {
-    struct bkv_batch *batch = run->batch;
+    while (engine->lane.in_flight < LANE_DEPTH && batch->next_operation < batch->operation_count) {
+        struct bkv_operation *operation = &batch->operations[batch->next_operation];
+        if (operation->staging_bytes && !staged)
+            return;
+        if (operation->staging_bytes)
+            stage(engine, operation);
+        issue(engine, operation);
+        if (operation->staging_bytes && batch->direction == BKV_WRITE)
+            enter(engine, 0); /* the next copy takes a while */
+        batch->next_operation++;
+    }
+}
+
+/* Issues what may be: the batches in their order, and of those that need staging only the one that is waited for, so
+ * that nobody holds staging while its thread does something else. */
+static void issue_all(struct bkv_engine *engine, const struct bkv_batch *awaited)
+{
+    struct bkv_lane *lane = &engine->lane;
+    struct bkv_operation *operation;
+    while (lane->in_flight < LANE_DEPTH && (operation = bkv_list_pop(&lane->again)))
+        issue(engine, operation);
+    for (struct bkv_batch **at = &lane->waiting; *at;) {
+        struct bkv_batch *batch = *at;
+        issue_some(engine, batch, batch == awaited);
+        if (batch->next_operation == batch->operation_count)
+            *at = batch->next;
+        else
+            at = &batch->next;
+    }
+}
+
+/* Leaves of a write, while the device works. */
+static void hash(struct bkv_engine *engine, struct bkv_batch *batch)
+{
     uint64_t settled = 0, hashed_bytes = 0;
     for (uint32_t t = 0; t < batch->transfer_count; t++)
         for (uint64_t leaf = 0; leaf < batch->transfers[t].leaf_count; leaf++) {
@@ -124,53 +158,49 @@ static void hash(struct run *run)
             hashed_bytes += bkv_batch_hash(batch, t, leaf);
             settled++;
         }
-    bkv_count(&run->engine->counts.hashed_bytes, hashed_bytes);
-    bkv_engine_release(run->engine, batch, settled);
+    bkv_count(&engine->counts.hashed_bytes, hashed_bytes);
+    bkv_engine_release(engine, batch, settled);
 }
 
-static void carry_out(struct run *run)
-{
-    struct bkv_batch *batch = run->batch;
-    bool hashed = batch->direction == BKV_READ;
-    for (uint32_t next = 0; next < batch->operation_count || run->again.count || run->in_flight;) {
-        struct bkv_operation *operation;
-        while (run->in_flight < LANE_DEPTH && (operation = bkv_list_pop(&run->again)))
-            issue(run, operation);
-        while (run->in_flight < LANE_DEPTH && next < batch->operation_count) {
-            operation = &batch->operations[next++];
-            if (operation->staging_bytes) {
-                stage(run, operation);
-                issue(run, operation);
-                enter(run, 0); /* the next copy takes a while */
-            } else {
-                issue(run, operation);
-            }
-        }
-        if (!hashed && next == batch->operation_count) {
-            enter(run, 0);
-            hash(run);
-            hashed = true;
-        }
-        enter(run, run->in_flight ? 1 : 0);
-        reap(run);
-    }
-    if (!hashed)
-        hash(run);
-}
-
-bool bkv_lane_run(struct bkv_engine *engine, struct bkv_batch *batch)
+bool bkv_lane_submit(struct bkv_engine *engine, struct bkv_batch *batch, bool idle)
 {
     struct bkv_lane *lane = &engine->lane;
-    if (!is_for(engine, batch) || pthread_mutex_trylock(&lane->mutex))
+    if (engine->options.backend != BKV_BACKEND_IO_URING || batch->deadline_ns || !batch->operation_count
+        || !take(lane, idle))
         return false;
-    bool opened = is_open(engine);
-    if (opened) {
-        struct run run = {.engine = engine, .lane = lane, .batch = batch};
-        /* One more for this thread: the batch must not complete before the last use of it here. */
-        atomic_fetch_add_explicit(&batch->pending, batch->operation_count + 1u, memory_order_relaxed);
-        carry_out(&run);
-        bkv_engine_release(engine, batch, 1);
+    if (!is_open(engine)) {
+        give_back(lane);
+        return false;
     }
-    pthread_mutex_unlock(&lane->mutex);
-    return opened;
+    batch->on_lane = true;
+    atomic_fetch_add_explicit(&batch->pending, batch->operation_count, memory_order_relaxed);
+    struct bkv_batch **end = &lane->waiting;
+    while (*end)
+        end = &(*end)->next;
+    *end = batch;
+    batch->next = NULL;
+    issue_all(engine, NULL);
+    if (lane->in_flight)
+        enter(engine, 0);
+    return true;
+}
+
+void bkv_lane_wait(struct bkv_engine *engine, struct bkv_batch *batch)
+{
+    struct bkv_lane *lane = &engine->lane;
+    bool hashed = batch->direction == BKV_READ;
+    while (!batch->done) {
+        issue_all(engine, batch);
+        /* `next_operation` tells that the device has all of it, and the copies that hash leaves are made */
+        if (!hashed && batch->next_operation == batch->operation_count) {
+            enter(engine, 0);
+            hash(engine, batch);
+            hashed = true;
+        }
+        if (!batch->done) {
+            enter(engine, lane->in_flight ? 1 : 0);
+            reap(engine);
+        }
+    }
+    give_back(lane);
 }

@@ -86,10 +86,10 @@ class Batch:
         "deadline_ns",
         "direction",
         "extents",
-        "is_lone",
         "keepalive",
         "leaf_values",
         "native",
+        "on_caller",
         "on_done",
         "priority",
         "segments",
@@ -109,8 +109,9 @@ class Batch:
         self.deadline_ns = 0
         """`time.monotonic_ns` after which nothing more of it is handed to the device: what was not ends with
         ETIME. 0 for never."""
-        self.is_lone = False
-        """Whether its submitter waits for it at once: a device may carry it out in `wait`, on that thread."""
+        self.on_caller = False
+        """Whether the thread that calls `submit` and `wait` may carry it out there: it is short and waited for
+        soon. Meanwhile that thread must not wait for others that use the device."""
         self.native: object = None
         """The device's own state for this batch while it is in flight."""
 
@@ -256,7 +257,7 @@ class Device(ABC):
         length_bytes = len(memory)
         view = ctypes.c_char.from_buffer(memory)
         batch = Batch(direction, Priority.LOAD)
-        batch.is_lone = True
+        batch.on_caller = True
         batch.keepalive.append(view)
         batch.add(length_bytes, [(offset_bytes, length_bytes)], [(ctypes.addressof(view), length_bytes)])
         self.submit(batch)

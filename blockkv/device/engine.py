@@ -156,7 +156,7 @@ class NativeDevice(Device):
                 "deadline_ns": batch.deadline_ns,
                 "direction": batch.direction,
                 "priority": batch.priority,
-                "is_lone": batch.is_lone,
+                "on_caller": batch.on_caller,
             },
         )
         failure = ffi.new("struct bkv_failure *")

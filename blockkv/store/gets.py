@@ -26,7 +26,7 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
 from blockkv.store.verify import WRONG_BYTES, Verifier, is_damage
-from blockkv.store.waves import Wave, WaveRun, is_one_lookup, lookups
+from blockkv.store.waves import Wave, WaveRun, lookups
 from blockkv.tensors import Occupied, Pieces, allocate, describe_outputs, read_only_error
 
 logger = logging.getLogger("blockkv")
@@ -83,7 +83,6 @@ class GetRun(WaveRun[GetWave]):
         super().__init__(state, deadline_ns, then)
         self.results: list[Any] = [False if into_outputs else None] * count
         self.errors: dict[int, BlockKVError] = {}
-        self._is_one_lookup = is_one_lookup(count)
         self._into_outputs = into_outputs
         self._occupied = Occupied() if count > 1 else None
         """Memory of outputs, which must not meet that of others."""
@@ -136,6 +135,7 @@ class GetRun(WaveRun[GetWave]):
                     places = array("I", [places[number] for number in fit])
                     extent_counts = array("I", [extent_counts[number] for number in fit])
                 values = [True] * len(positions)
+            self._judge_length(sum(pieces.sizes_bytes), len(keys), len(self.results))
             for begin, end, payload_bytes in self._cut(pieces.sizes_bytes):
                 wave = GetWave(
                     payload_bytes,
@@ -146,7 +146,7 @@ class GetRun(WaveRun[GetWave]):
                     pieces.cut(begin, end),
                 )
                 started = end
-                self._start(wave, is_lone=self._is_one_lookup and end - begin == len(places))
+                self._start(wave)
         finally:
             self._let_go(places[started:])
 

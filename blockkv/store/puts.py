@@ -22,7 +22,7 @@ from blockkv.space.allocator import Extent
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
-from blockkv.store.waves import Wave, WaveRun, is_one_lookup, lookups
+from blockkv.store.waves import Wave, WaveRun, lookups
 from blockkv.tensors import Pieces, Tensors, describe_many
 
 SPACE_WAIT_S = 5.0
@@ -79,7 +79,6 @@ class PutRun(WaveRun[PutWave]):
 
     def __init__(self, state: State, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
         super().__init__(state, deadline_ns)
-        self._is_one_lookup = is_one_lookup(count)
         self._droppable = droppable
         self.results = [False] * count
         self.errors: dict[int, BlockKVError] = {}
@@ -120,6 +119,7 @@ class PutRun(WaveRun[PutWave]):
     def _add(self, positions: Sequence[int], items: Sequence[Item]) -> None:
         """Claim the keys that are not there yet, find space for their chunks, start to write them."""
         puts = self._claim(positions, items)
+        self._judge_length(sum(puts.pieces.sizes_bytes), len(positions), len(items))
         first = 0
         while first < len(puts.positions):
             extents = self._place(puts, first)
@@ -136,8 +136,7 @@ class PutRun(WaveRun[PutWave]):
                 for begin, end, payload_bytes in self._cut(puts.pieces.sizes_bytes[first:placed]):
                     wave = PutWave(payload_bytes, puts.cut(first + begin, first + end), extents[begin:end])
                     started = first + end
-                    is_whole = end - begin == len(puts.positions)
-                    self._start(wave, is_lone=self._is_one_lookup and is_whole)
+                    self._start(wave)
             finally:
                 if started < placed:
                     self._displace(puts.record_bytes[started:placed], extents[started - first :])

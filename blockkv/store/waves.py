@@ -21,15 +21,12 @@ WAVE_BYTES = 32 << 20
 FIRST_WAVE_BYTES = 4 << 20
 """The first wave of a call is small, so that the device starts early; each next one is twice as large."""
 WAVES_IN_FLIGHT = 4
+SHORT_CALL_BYTES = 8 << 20
+"""Payload of a call that is over sooner without waking other threads. In longer ones they save time."""
 LOOKUP_KEYS = 256
 """Keys of a call that are looked up in one go: they are leased, or claimed, from then on."""
 FIRST_LOOKUP_KEYS = 32
 """The first ones of a call: the device works on them while the next are looked at."""
-
-
-def is_one_lookup(count: int) -> bool:
-    """Whether so many keys are looked up in one go."""
-    return count <= FIRST_LOOKUP_KEYS
 
 
 def lookups(count: int) -> Iterator[tuple[int, int]]:
@@ -78,6 +75,8 @@ class WaveRun(ABC, Generic[AnyWave]):
         self._state = state
         self._deadline_ns = deadline_ns
         self._then = then
+        self._is_short = False
+        """Whether the calling thread does better to carry out the waves itself."""
         self._started_count = 0
         self._in_flight: deque[AnyWave] = deque()
 
@@ -100,6 +99,11 @@ class WaveRun(ABC, Generic[AnyWave]):
         if first < len(sizes_bytes):
             yield first, len(sizes_bytes), wave_bytes
 
+    def _judge_length(self, payload_bytes: int, count: int, count_in_all: int) -> None:
+        """Look at how much the first chunks of a call have together, and how many there are."""
+        if not self._started_count and self._then is None:
+            self._is_short = payload_bytes * count_in_all <= SHORT_CALL_BYTES * count
+
     def _drain(self) -> None:
         """Complete everything in flight."""
         try:
@@ -109,11 +113,11 @@ class WaveRun(ABC, Generic[AnyWave]):
             if self._in_flight:
                 self._drain()
 
-    def _start(self, wave: AnyWave, is_lone: bool) -> None:
-        """Give a wave to the device, a lone one if the call has no other; completes one of many in flight."""
+    def _start(self, wave: AnyWave) -> None:
+        """Give a wave to the device; completes one where many are in flight."""
         self._started_count += 1
         wave.batch = Batch(self.direction, self.priority)
-        wave.batch.is_lone = is_lone
+        wave.batch.on_caller = self._is_short
         wave.batch.deadline_ns = self._deadline_ns
         if self._then is None:
             self._in_flight.append(wave)

@@ -41,7 +41,7 @@ class Workload:
         noise = self.draw.randbytes(1 << 16)
         self.memory.fill(noise * (self.memory.size_bytes >> 16))
         batch = Batch(Direction.WRITE if write else Direction.READ, self.draw.choice(list(Priority)))
-        batch.is_lone = self.draw.random() < 0.5
+        batch.on_caller = self.draw.random() < 0.5
         offset, position, described = (
             self.draw.randrange(100) * UNIT_BYTES,
             self.draw.randrange(UNIT_BYTES),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import itertools
+import random
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ def lone(direction: Direction, memory: Memory, size_bytes: int, leaf_bytes: int 
     batch = batch_of(
         direction, [(size_bytes, [(0, size_bytes)], [(memory.at(at), size_bytes)])], leaf_bytes=leaf_bytes
     )
-    batch.is_lone = True
+    batch.on_caller = True
     return batch
 
 
@@ -60,7 +61,7 @@ def test_no_other_thread_takes_part(loop_device, lba_bytes: int, offset: int) ->
             batch = lone(direction, memory, MIB, leaf_bytes=131072, at=offset)
             assert threads_of(device, batch) == 0
             through_the_reactor = lone(direction, memory, MIB, leaf_bytes=131072, at=offset)
-            through_the_reactor.is_lone = False
+            through_the_reactor.on_caller = False
             assert threads_of(device, through_the_reactor) > 0
             assert batch.leaf_values == through_the_reactor.leaf_values
 
@@ -83,10 +84,9 @@ def test_random_batches_on_the_lane_and_beside_others(loop_device) -> None:
             thread.join()
 
 
-def test_a_long_batch_or_one_beside_others_goes_through_the_reactor(image_dir: Path) -> None:
+def test_a_batch_beside_others_goes_through_the_reactor(image_dir: Path) -> None:
     memory = Memory(16 * MIB)
     with engine_on(image_of(image_dir, 16 * MIB)) as device:
-        assert threads_of(device, lone(Direction.READ, memory, 16 * MIB)) > 0
         other = batch_of(Direction.READ, [(8 * MIB, [(0, 8 * MIB)], [(memory.at(0), 8 * MIB)])])
         done = threading.Event()
         other.on_done = lambda _: done.set()
@@ -95,23 +95,37 @@ def test_a_long_batch_or_one_beside_others_goes_through_the_reactor(image_dir: P
         assert done.wait(60)
 
 
-def test_nothing_happens_before_the_wait(image_dir: Path) -> None:
-    memory = Memory(UNIT_BYTES)
-    path = image_of(image_dir, MIB)
-    memory.fill(b"x" * UNIT_BYTES)
-    with engine_on(path) as device:
-        batch = lone(Direction.WRITE, memory, UNIT_BYTES)
-        device.submit(batch)
-        assert device.counters()["device_requests"] == 0
+def test_a_thread_has_several_batches_on_the_lane(loop_device) -> None:
+    """Direct ones are with the device at once, staged ones from their wait on; in any order of the waits."""
+    memory = Memory(24 * MIB)
+    memory.fill(random.Random(3).randbytes(12 * MIB))
+    with engine_on(loop_device(32 * MIB, 512), staging_bytes=2 * MIB) as device:
+        for offsets in ((0, 0, 0), (0, 3, 0), (3, 3, 3)):
+            for order in itertools.permutations(range(3)):
+                for direction, start in ((Direction.WRITE, 0), (Direction.READ, 12 * MIB)):
+                    batches = []
+                    for number, offset in enumerate(offsets):
+                        place = number * 4 * MIB
+                        batch = batch_of(
+                            direction,
+                            [(3 * MIB, [(place, 3 * MIB)], [(memory.at(start + place + offset), 3 * MIB)])],
+                            leaf_bytes=131072,
+                        )
+                        batch.on_caller = True
+                        device.submit(batch)
+                        batches.append(batch)
+                    for number in order:
+                        device.wait(batches[number])
+                        assert batches[number].result(0) == 0
+                for number, offset in enumerate(offsets):
+                    place = number * 4 * MIB + offset
+                    assert memory.read(place, 3 * MIB) == memory.read(12 * MIB + place, 3 * MIB)
+                memory.fill(bytes(12 * MIB), 12 * MIB)
+        other = Workload(device, seed=5, base=16 * MIB)
+        thread = threading.Thread(target=lambda: [other.step() for _ in range(20)])
+        batch = lone(Direction.READ, memory, MIB)
+        device.submit(batch)  # has the lane: others go through the reactor
+        thread.start()
+        thread.join()
         device.wait(batch)
-        assert path.read_bytes()[:UNIT_BYTES] == b"x" * UNIT_BYTES
-
-
-def test_a_device_that_was_closed_meanwhile_says_so(image_dir: Path) -> None:
-    memory = Memory(UNIT_BYTES)
-    with engine_on(image_of(image_dir, MIB)) as device:
-        batch = lone(Direction.READ, memory, UNIT_BYTES)
-        device.submit(batch)
-        device.close()
-        device.wait(batch)
-        assert batch.result(0) == -errno.ESHUTDOWN
+        assert batch.result(0) == 0

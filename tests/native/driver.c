@@ -167,10 +167,10 @@ static uint8_t *map(uint64_t length)
 }
 
 static void run_batch(struct bkv_engine *engine, struct plan *plan, enum bkv_direction direction, uint32_t priority,
-                      bool is_lone)
+                      bool on_caller)
 {
     struct bkv_request request = request_for(plan, direction, 0, priority);
-    request.is_lone = is_lone;
+    request.on_caller = on_caller;
     struct bkv_failure failure;
     struct bkv_batch *batch;
     CHECK(bkv_engine_submit(engine, &request, &batch, &failure) == 0);
@@ -298,7 +298,7 @@ static void garbage_is_refused(int fd, uint32_t backend, uint64_t seed, int roun
 }
 
 /* Neighbours that went out as one request: only those past the end of the shortened image fail. */
-static void errors_stay_with_their_transfer(int fd, uint32_t backend, bool staged, bool is_lone)
+static void errors_stay_with_their_transfer(int fd, uint32_t backend, bool staged, bool on_caller)
 {
     enum { COUNT = 16, GOOD = 11 };
     CHECK(ftruncate(fd, GOOD * UNIT) == 0);
@@ -326,7 +326,7 @@ static void errors_stay_with_their_transfer(int fd, uint32_t backend, bool stage
     plan->transfer_count = COUNT / 2;
     plan->extent_count = plan->leaf_count = COUNT;
     plan->segment_count = COUNT / 2;
-    run_batch(engine, plan, BKV_READ, BKV_LOAD, is_lone);
+    run_batch(engine, plan, BKV_READ, BKV_LOAD, on_caller);
     for (uint32_t i = 0; i < COUNT / 2; i++)
         CHECK(plan->transfers[i].result == (2 * i + 2 <= GOOD ? 0 : -ENODEV));
     struct bkv_counters counters;

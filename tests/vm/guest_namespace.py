@@ -143,7 +143,7 @@ def test_registered_memory_serves_at_any_alignment(namespace: Path, lba_bytes: i
             for start, fixed in ((0, True), (lba_bytes, True), (64, False), (4, False), (1, True)):
                 out = memory[first_page + start : first_page + start + 2 * MIB]
                 before = store.stats()
-                assert store.get("k", out=out), start
+                assert store.submit_get("k", out=out).result(60), start
                 assert torch.equal(out, source)
                 after = store.stats()
                 assert (after["fixed_requests"] > before["fixed_requests"]) == fixed

@@ -102,9 +102,9 @@ def flush_before_data_completes() -> Iterator[None]:
         return write_pages
 
     def make_start(original: Any) -> Any:
-        def start(self: GetRun, wave: Any, is_lone: bool) -> None:
+        def start(self: GetRun, wave: Any) -> None:
             wait_for_late()
-            original(self, wave, is_lone)
+            original(self, wave)
 
         return start
 
