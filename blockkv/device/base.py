@@ -110,8 +110,8 @@ class Batch:
         """`time.monotonic_ns` after which nothing more of it is handed to the device: what was not ends with
         ETIME. 0 for never."""
         self.on_caller = False
-        """Whether the thread that calls `submit` and `wait` may carry it out there: it is short and waited for
-        soon. Meanwhile that thread must not wait for others that use the device."""
+        """Whether the thread that calls `submit` and `wait` may carry it out there: it is short, waited for
+        soon, and meanwhile that thread does not wait for others that use the device."""
         self.native: object = None
         """The device's own state for this batch while it is in flight."""
 
