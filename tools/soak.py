@@ -478,7 +478,7 @@ class Soak:
         self._reopening = False
 
     def _open(self) -> blockkv.Store:
-        return blockkv.open(self.device, engine=self.engine, commit_interval_ms=3)  # type: ignore[arg-type]
+        return blockkv.open(self.device, engine=self.engine, commit_interval_ms=3, discard=True)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def open_store(self) -> Iterator[blockkv.Store]:

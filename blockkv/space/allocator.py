@@ -5,6 +5,7 @@ Every unit is exactly one of
     live          belongs to a chunk (or to a put in progress)
     pending       belonged to a deleted chunk; free once the delete is durable (`defer`, `settle`)
     quarantined   on bad media, out of use until the store is opened again
+    withheld      free, but not handed out while the device discards it (`withhold`, `give_back`)
 
 Free space is kept as maximal extents: neighbours are always merged. The free map is never stored; after an
 open it is the complement of the live extents.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,7 @@ class Allocator:
         self.free_units = 0
         self.pending_units = 0
         self.quarantined_units = 0
+        self.withheld_units = 0
         # Free extents by their start and by their end.
         self._counts: dict[int, int] = {}
         self._starts: dict[int, int] = {}
@@ -65,6 +67,10 @@ class Allocator:
         self._hole_sizes = 0
         self._pending: dict[int, list[Extent]] = {}
         self._quarantined: list[Extent] = []
+        self._withheld: list[Extent] = []
+        # A byte a grain: whether any of its units came back since they were withheld. Empty unless asked for.
+        self._grain_units = RUN_UNITS
+        self._freed_grains = bytearray()
         if data_units:
             self._add(0, data_units)
             self.free_units = data_units
@@ -98,7 +104,8 @@ class Allocator:
     @property
     def live_units(self) -> int:
         """Units that belong to chunks."""
-        return self.data_units - self.free_units - self.pending_units - self.quarantined_units
+        used = self.data_units - self.free_units - self.pending_units
+        return used - self.quarantined_units - self.withheld_units
 
     @property
     def largest_free(self) -> int:
@@ -199,18 +206,50 @@ class Allocator:
             self.quarantined_units += count
         assert self.live_units >= 0, "more units quarantined than live"
 
-    def pending_extents(self, token: int | None = None) -> Iterator[Extent]:
-        """The extents that wait for their delete to be durable: all, or those `settle(token)` would free."""
-        return (
-            extent
-            for waiting, extents in self._pending.items()
-            if token is None or waiting <= token
-            for extent in extents
-        )
+    def remember_freed(self, grain_units: int) -> None:
+        """From now on remember which space came back, for `withhold`: a byte for every `grain_units`."""
+        assert grain_units > 0, f"grain of {grain_units} units"
+        self._grain_units = grain_units
+        self._freed_grains = bytearray(self.data_units // grain_units)
 
-    def quarantined_extents(self) -> Iterator[Extent]:
-        """The extents that are out of use."""
-        return iter(self._quarantined)
+    def longest_free(self, first: int, limit: int) -> list[int]:
+        """Where free extents with a whole run start, the longest first: `limit` from number `first` on."""
+        starts = (start for length in reversed(self._lengths) for start in self._by_length[length])
+        return list(islice(starts, first, first + limit))
+
+    def withhold(self, owner: int, limit_units: int) -> Extent | None:
+        """Take space that came back, whole grains and at most `limit_units`, from the free extent at `owner`.
+
+        It is not handed out until `give_back`, and does not count as having come back then. None where no
+        free extent starts there (any more), or holds no such space.
+        """
+        grain_units = self._grain_units
+        first = -(-owner // grain_units)
+        end = min((owner + self._counts.get(owner, 0)) // grain_units, len(self._freed_grains))
+        first = self._freed_grains.find(1, first, end)
+        end = min(end, first + limit_units // grain_units)
+        if first < 0 or first >= end:
+            return None
+        unfreed = self._freed_grains.find(0, first, end)
+        if unfreed >= 0:
+            end = unfreed
+        self._freed_grains[first:end] = bytes(end - first)
+        extent = first * grain_units, (end - first) * grain_units
+        self._carve(owner, *extent)
+        self.free_units -= extent[1]
+        self.withheld_units += extent[1]
+        self._withheld.append(extent)
+        return extent
+
+    def give_back(self, extent: Extent) -> None:
+        """What was withheld is free again."""
+        self._withheld.remove(extent)
+        self.withheld_units -= extent[1]
+        self._make_free(*extent)
+
+    def pending_extents(self) -> Iterator[Extent]:
+        """The extents that wait for their delete to be durable."""
+        return (extent for extents in self._pending.values() for extent in extents)
 
     def check(self, live_extents: Iterable[Extent] | None = None) -> None:
         """Assert every invariant; with `live_extents` also that each unit is accounted for exactly once.
@@ -238,11 +277,12 @@ class Allocator:
         assert self.quarantined_units == sum(count for _, count in self._quarantined), (
             "quarantined do not add up"
         )
+        assert self.withheld_units == sum(count for _, count in self._withheld), "withheld do not add up"
         assert self.live_units >= 0, f"{self.live_units} live units"
         live = list(live_extents) if live_extents is not None else []
         end = 0
         for start, count in sorted(
-            [*self.free_extents(), *self.pending_extents(), *self._quarantined, *live]
+            [*self.free_extents(), *self.pending_extents(), *self._quarantined, *self._withheld, *live]
         ):
             assert start >= end, f"extent of {count} units at {start} overlaps the one that ends at {end}"
             assert live_extents is None or start == end, f"units {end} to {start} are nowhere"
@@ -329,6 +369,13 @@ class Allocator:
             self._add(start + units, end - start - units)
 
     def _give_back(self, start: int, count: int) -> None:
+        self._make_free(start, count)
+        if self._freed_grains:
+            first, end = start // self._grain_units, -(-(start + count) // self._grain_units)
+            end = min(end, len(self._freed_grains))
+            self._freed_grains[first:end] = b"\1" * (end - first)
+
+    def _make_free(self, start: int, count: int) -> None:
         self._assert_not_free(start, count)
         self.free_units += count
         end = start + count

@@ -31,6 +31,7 @@ from blockkv.format.superblock import Membership, Superblock
 from blockkv.store.array_store import ArrayStore
 from blockkv.store.array_term import Standing, set_of, standing_of
 from blockkv.store.create import Target, several
+from blockkv.store.discards import DEFAULT_BYTES_PER_S
 from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
 from blockkv.store.member import Member
@@ -75,6 +76,7 @@ def open_any(
     commit_interval_ms: float | None = 10.0,
     discard: bool = False,
     max_store_bytes: int = 256 << 20,
+    discard_bytes_per_s: float = DEFAULT_BYTES_PER_S,
 ) -> Store:
     """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
 
@@ -83,8 +85,10 @@ def open_any(
     measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it; "passthrough"
     sends NVMe commands to a whole namespace, which a path such as /dev/ng0n1 also asks for. `depth`: requests
     in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
-    it to `commit`. `discard`: tell the device about freed space, after the delete is durable.
-    `max_store_bytes`: payload of puts that the device may have at once; more wait, or may be dropped.
+    it to `commit`. `discard`: tell the device about freed space, a second after the delete is durable and
+    later, in large ranges, at most `discard_bytes_per_s` and 100 times a second; without a commit interval
+    `commit` does it. `max_store_bytes`: payload of puts that the device may have at once; more wait, or may
+    be dropped.
 
     Several paths, in any order, open the array that was formatted on them. All members have to be there.
     `degraded` does without those that are missing: left out of the list, or their path leads nowhere. What
@@ -98,7 +102,7 @@ def open_any(
     an array are missing, or of several arrays; a member is opened alone for writing).
     """
     paths = several(path)
-    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes)
+    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s)
     if len(paths) == 1 and not degraded:
         return open_store(
             paths[0],
@@ -110,6 +114,7 @@ def open_any(
             commit_interval_ms=commit_interval_ms,
             discard=discard,
             max_store_bytes=max_store_bytes,
+            discard_bytes_per_s=discard_bytes_per_s,
         )
     with interrupts, contextlib.ExitStack() as stack:
         found: list[_Found] = []

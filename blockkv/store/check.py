@@ -94,7 +94,7 @@ def _disagreements(state: State) -> list[Finding]:
     """What index and free map say that cannot both be true. The caller holds the lock."""
     index = state.index
     found = []
-    if not (state.claims or state.any_leased()):
+    if not (state.claims or index.any_leased):
         try:
             state.allocator.check(map(tuple, index.extents().tolist()))
         except AssertionError as error:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority, device_error
+from blockkv.device.base import Batch, Device, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, DeviceError, StoreFull, StoreReadOnly
 from blockkv.format import checkpoint
 from blockkv.format.geometry import PAGE_BYTES, Geometry
@@ -94,9 +94,9 @@ class Log:
         lock: threading.RLock,
         allocator: Allocator,
         take_snapshot: Callable[[], Snapshot],
-        *,
-        discard: bool = False,
+        on_freed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_freed` is called with the lock held when space has become free."""
         self.superblock = superblock
         self.geometry: Geometry = superblock.geometry
         self.failure: BaseException | None = None
@@ -113,7 +113,7 @@ class Log:
         self._lock = lock
         self._allocator = allocator
         self._take_snapshot = take_snapshot
-        self._discard = discard
+        self._on_freed = on_freed
         self._pending = Group(self.durable_sequence)
         self._commit_lock = threading.Lock()
         self._checkpoint_lock = threading.Lock()
@@ -216,24 +216,11 @@ class Log:
 
     def _settle(self, group: Group) -> None:
         """The group is on media: what it deleted becomes free."""
-        if self._discard:
-            self._discard_freed(group.last_sequence)
         with self._lock:
             self.durable_sequence = group.last_sequence
             self.groups_committed += 1
-            self._allocator.settle(group.last_sequence)
-
-    def _discard_freed(self, log_sequence: int) -> None:
-        # Before they become free: a discard of an extent that was given out again would destroy live data.
-        with self._lock:
-            freed = list(self._allocator.pending_extents(log_sequence))
-        for start, count in freed:
-            try:
-                self._device.discard(self.geometry.unit_offset(start), count * UNIT_BYTES)
-            except DeviceError as error:
-                logger.warning("discard failed and is switched off: %s", error)
-                self._discard = False
-                return
+            if self._allocator.settle(group.last_sequence):
+                self._on_freed()
 
     # -- checkpoint ------------------------------------------------------------------------------------
 

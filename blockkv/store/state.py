@@ -24,6 +24,7 @@ from blockkv.format.checkpoint import bodies_of
 from blockkv.format.geometry import Geometry
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
 from blockkv.space.allocator import Allocator, Extent
+from blockkv.store.discards import DEFAULT_BYTES_PER_S, Discards
 from blockkv.store.log import Log
 from blockkv.store.recovery import Recovered
 
@@ -45,6 +46,7 @@ class Options:
     discard: bool = False
     commit_interval_ms: float | None = 10.0
     max_store_bytes: int = 256 << 20
+    discard_bytes_per_s: float = DEFAULT_BYTES_PER_S
 
 
 SNAPSHOT_PAGES = 64
@@ -104,6 +106,17 @@ class State:
         # A page is closed by the first record that does not fit: two in succession hold more than one can.
         # The layouts at both ends begin pages of their own.
         self._record_limit_bytes = (self.geometry.checkpoint_pages - 2) * PAGE_PAYLOAD_BYTES // 2
+        self.discards: Discards | None = None
+        if options.discard and not self.read_only_reason:
+            self.discards = Discards(
+                device,
+                self.geometry,
+                self.allocator,
+                self.lock,
+                self.changed,
+                self.counters,
+                options.discard_bytes_per_s,
+            )
         self.log = Log(
             device,
             recovered.superblock,
@@ -111,7 +124,7 @@ class State:
             self.lock,
             self.allocator,
             lambda: StateSnapshot(self),
-            discard=options.discard,
+            self._freed,
         )
         with self.lock:
             for digest, extents in recovered.dropped:
@@ -224,8 +237,8 @@ class State:
         return self._record_limit_bytes - used
 
     def any_leased(self) -> bool:
-        """Whether readers hold extents that could be freed or evicted once they are done."""
-        return self.index.any_leased
+        """Whether extents are held that come back by themselves: by readers, or for a discard."""
+        return self.index.any_leased or self.allocator.withheld_units > 0
 
     def deletes_undurably(self, digest: bytes) -> bool:
         """Whether this member of an array has deleted the key and a crash may still bring it back."""
@@ -255,6 +268,17 @@ class State:
         self.allocator.defer(extents, log_sequence)
         if log_sequence <= self.log.durable_sequence:
             self.allocator.settle(self.log.durable_sequence)
+            self._freed()
+
+    def stop(self) -> None:
+        """End the background threads. The caller does not hold the lock."""
+        if self.discards is not None:
+            self.discards.stop()
+        self.log.stop()
+
+    def _freed(self) -> None:
+        if self.discards is not None:
+            self.discards.wake()
 
 
 class StateSnapshot:

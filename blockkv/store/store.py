@@ -56,6 +56,7 @@ from blockkv.format.superblock import Membership, Superblock
 from blockkv.space.allocator import Extent
 from blockkv.store.check import CheckReport, check_store
 from blockkv.store.create import superblock_facts
+from blockkv.store.discards import DEFAULT_BYTES_PER_S as DEFAULT_DISCARD_BYTES_PER_S
 from blockkv.store.finding import Finding
 from blockkv.store.gets import GetRun
 from blockkv.store.interrupts import interrupts
@@ -135,6 +136,8 @@ class Store:
         self._scrub: Scrub | None = None
         if not self.read_only and options.commit_interval_ms is not None:
             self._state.log.start(options.commit_interval_ms / 1000)
+            if self._state.discards is not None:
+                self._state.discards.start()
         _open_stores.add(self)
 
     @property
@@ -251,6 +254,8 @@ class Store:
         """Make everything put or deleted so far durable. Raises StoreReadOnly when that is impossible."""
         with self._operation(writing=True):
             self._state.log.commit()
+            if self._state.discards is not None:
+                self._state.discards.catch_up()
 
     def checkpoint(self) -> None:
         """Write the index out, so that the next open need not replay the journal. Happens by itself too."""
@@ -453,7 +458,7 @@ class Store:
                 "record_bytes": state.index.record_bytes,
                 "index_bytes": state.index.resident_bytes,
                 "data_bytes": state.geometry.data.size_bytes,
-                "free_bytes": allocator.free_units * UNIT_BYTES,
+                "free_bytes": (allocator.free_units + allocator.withheld_units) * UNIT_BYTES,
                 "pending_free_bytes": allocator.pending_units * UNIT_BYTES,
                 "quarantined_bytes": allocator.quarantined_units * UNIT_BYTES,
                 "free_extents": allocator.free_extent_count,
@@ -625,7 +630,7 @@ class Store:
             if self._scrub is not None:
                 self._scrub.stop()
             self._idle.wait_for(lambda: self._active_count == 0)
-        state.log.stop()
+        state.stop()
         try:
             if not self.read_only:
                 state.log.check_writable()
@@ -709,7 +714,7 @@ class Store:
     def _abandon(self, reason: str) -> None:
         """Refuse every further use, without touching the device."""
         self._closed = reason
-        self._state.log.stop()
+        self._state.stop()
         _open_stores.discard(self)
 
 
@@ -759,6 +764,8 @@ COUNTERS = (
     "get_deadline",
     "get_refused",
     "check_damaged",
+    "discarded_bytes",
+    "discard_failed",
     "chunks_deleted",
     "chunks_evicted",
     "bytes_evicted",
@@ -804,9 +811,10 @@ def open_store(
     commit_interval_ms: float | None = 10.0,
     discard: bool = False,
     max_store_bytes: int = 256 << 20,
+    discard_bytes_per_s: float = DEFAULT_DISCARD_BYTES_PER_S,
 ) -> Store:
     """Open a store that is no array. Options, and what is raised: `blockkv.store.array_open.open_any`."""
-    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes)
+    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s)
     with interrupts:
         if isinstance(path, Device):
             return open_on(path, read_only, options, by_path=False)
@@ -819,16 +827,31 @@ def open_store(
 
 
 def check_options(
-    evict: bool, verify: bool, discard: bool, commit_interval_ms: float | None, max_store_bytes: int
+    evict: bool,
+    verify: bool,
+    discard: bool,
+    commit_interval_ms: float | None,
+    max_store_bytes: int,
+    discard_bytes_per_s: float,
 ) -> Options:
     """The options of an open. Raises InvalidArgument."""
-    if commit_interval_ms is not None and not 0 < commit_interval_ms <= LONGEST_INTERVAL_MS:
+    if not (
+        commit_interval_ms is None
+        or (is_number(commit_interval_ms) and 0 < commit_interval_ms <= LONGEST_INTERVAL_MS)
+    ):
         raise InvalidArgument(
-            f"commit_interval_ms is {commit_interval_ms}; use None, or a number up to {LONGEST_INTERVAL_MS}"
+            f"commit_interval_ms is {commit_interval_ms!r}; use None, or a number up to {LONGEST_INTERVAL_MS}"
         )
-    if max_store_bytes < 1:
-        raise InvalidArgument(f"max_store_bytes is {max_store_bytes}; use at least 1")
-    return Options(evict, verify, discard, commit_interval_ms, max_store_bytes)
+    if not (is_number(max_store_bytes) and max_store_bytes >= 1):
+        raise InvalidArgument(f"max_store_bytes is {max_store_bytes!r}; use a number, at least 1")
+    if not (is_number(discard_bytes_per_s) and discard_bytes_per_s >= 1):
+        raise InvalidArgument(f"discard_bytes_per_s is {discard_bytes_per_s!r}; use a number, at least 1")
+    return Options(evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s)
+
+
+def is_number(value: object) -> bool:
+    """Whether an option is an int or a float; nan, which fails every comparison, counts as one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def open_device(

@@ -15,7 +15,7 @@ from blockkv.errors import FormatError
 from blockkv.format.geometry import MAX_EXTENT_UNITS, MAX_EXTENTS, RUN_UNITS
 from blockkv.space.allocator import Allocator
 
-FREE, LIVE, PENDING, QUARANTINED = "free", "live", "pending", "quarantined"
+FREE, LIVE, PENDING, QUARANTINED, WITHHELD = "free", "live", "pending", "quarantined", "withheld"
 
 
 class Model:
@@ -23,12 +23,16 @@ class Model:
 
     def __init__(self, data_units: int) -> None:
         self.states = [FREE] * data_units
+        self.came_back: set[int] = set()
+        """Units that were given back since they were withheld."""
 
     def mark(self, extents, state: str, expected: str) -> None:
         for start, count in extents:
             for unit in range(start, start + count):
                 assert self.states[unit] == expected, f"unit {unit} is {self.states[unit]}, not {expected}"
                 self.states[unit] = state
+                if state == FREE and expected != WITHHELD:
+                    self.came_back.add(unit)
 
     def count(self, state: str) -> int:
         return self.states.count(state)
@@ -73,10 +77,13 @@ class Model:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    @initialize(data_units=st.integers(1, 10 * RUN_UNITS))
-    def start(self, data_units: int) -> None:
+    @initialize(data_units=st.integers(1, 10 * RUN_UNITS), grain_units=st.sampled_from([32, 32, 64]))
+    def start(self, data_units: int, grain_units: int) -> None:
         self.model = Model(data_units)
         self.allocator = Allocator(data_units)
+        self.grain_units = grain_units
+        self.allocator.remember_freed(grain_units)
+        self.withheld: list[tuple[int, int]] = []
         self.chunks: list[tuple[tuple[int, int], ...]] = []
         self.waiting: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         self.quarantined: list[tuple[tuple[int, int], ...]] = []
@@ -150,16 +157,52 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.model.mark(extents, QUARANTINED, LIVE)
         self.quarantined.append(extents)
 
+    @rule(data=st.data(), limit_units=st.integers(0, 200))
+    def withhold(self, data: Any, limit_units: int) -> None:
+        """What came back, whole grains; never more than there is, and nothing of what is in use."""
+        owners = self.allocator.longest_free(0, 100)
+        counts = dict(self.model.free_extents())
+        assert len(owners) == len(self.model.aligned_lengths())
+        for owner in [*owners, 1 << 40] if data.draw(st.booleans()) else owners[:1]:
+            first = -(-owner // self.grain_units) * self.grain_units
+            end = owner + counts.get(owner, 0)
+            grains = [
+                grain
+                for grain in range(first, end - self.grain_units + 1, self.grain_units)
+                if self.model.came_back & set(range(grain, grain + self.grain_units))
+            ]
+            extent = self.allocator.withhold(owner, limit_units)
+            assert (extent is None) == (not grains or limit_units < self.grain_units)
+            if extent is None:
+                continue
+            start, count = extent
+            assert start == grains[0]
+            assert 0 < count <= limit_units
+            assert not count % self.grain_units
+            self.model.mark([extent], WITHHELD, FREE)
+            assert set(range(start, start + count, self.grain_units)) <= set(grains)
+            self.model.came_back -= set(range(start, start + count))
+            self.withheld.append(extent)
+
+    @precondition(lambda self: self.withheld)
+    @rule(data=st.data())
+    def give_back(self, data: Any) -> None:
+        extent = self.withheld.pop(data.draw(st.integers(0, len(self.withheld) - 1), label="withheld"))
+        self.allocator.give_back(extent)
+        self.model.mark([extent], FREE, WITHHELD)
+
     @rule(random_order=st.randoms(use_true_random=False))
     def reopen(self, random_order: random.Random) -> None:
         """Only what is live survives; the free map is the complement."""
-        for extents in [*self.quarantined, *(extents for _, extents in self.waiting)]:
+        for extents in [*self.quarantined, self.withheld, *(extents for _, extents in self.waiting)]:
             for start, count in extents:
                 self.model.states[start : start + count] = [FREE] * count
-        self.quarantined, self.waiting = [], []
+        self.quarantined, self.waiting, self.withheld = [], [], []
+        self.model.came_back.clear()
         live = self.live_extents()
         random_order.shuffle(live)
         self.allocator = Allocator.from_live(len(self.model.states), live)
+        self.allocator.remember_freed(self.grain_units)
 
     def live_extents(self) -> list[tuple[int, int]]:
         return [extent for extents in self.chunks for extent in extents]
@@ -175,6 +218,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.live_units == self.model.count(LIVE)
         assert self.allocator.pending_units == self.model.count(PENDING)
         assert self.allocator.quarantined_units == self.model.count(QUARANTINED)
+        assert self.allocator.withheld_units == self.model.count(WITHHELD)
         assert self.allocator.largest_free == max([*self.model.aligned_lengths()[:1], *self.model.holes(), 0])
 
 
@@ -340,7 +384,7 @@ def test_pending_extents_wait_for_their_token() -> None:
     allocator.defer(second, 9)
     assert allocator.allocate(64) is None
     assert allocator.settle(6) == 0
-    assert list(allocator.pending_extents(8)) == list(first)
+    assert list(allocator.pending_extents()) == [*first, *second]
     assert allocator.settle(8) == 32
     assert allocator.pending_units == 32
     assert list(allocator.pending_extents()) == list(second)
