@@ -176,8 +176,17 @@ class Trace:
 class Churn:
     """A store and what should be in it."""
 
-    def __init__(self, store: blockkv.Store, trace: Trace, ftl: Ftl, settings: Settings) -> None:
+    def __init__(
+        self,
+        store: blockkv.Store,
+        trace: Trace,
+        ftl: Ftl,
+        settings: Settings,
+        discard_at_once: bool = False,
+    ) -> None:
+        """`discard_at_once`: after every batch, all that is free, as a store in no hurry has done by then."""
         self.store = store
+        self.discard_at_once = discard_at_once
         self.trace = trace
         self.ftl = ftl
         self.settings = settings
@@ -209,6 +218,8 @@ class Churn:
             with puts:
                 self.store.put_many([(key, self.payload(key)) for key in batch])
             puts.moved_bytes += sum(self.live[key][1] for key in batch)
+            if self.discard_at_once:
+                self.store.discard_freed()
             self.trace.work_off()
             self._read(self._sample(round(len(batch) * self.settings.reads)), Clock())
             progress(puts.moved_bytes)
@@ -394,7 +405,7 @@ def churn(
     device = RecordingDevice(path, trace.record, keep_discards=discard == "model")
     passes = []
     with blockkv.open(device, discard=discard != "off") as store:
-        run = Churn(store, trace, ftl, settings)
+        run = Churn(store, trace, ftl, settings, discard == "model")
         for number in itertools.count(1):
             passes.append(
                 run.run_pass(number, lambda done, first=number - 1: progress(first, done / data_bytes))
@@ -463,7 +474,8 @@ def draw(figure: Any, passes: Sequence[Pass]) -> None:
     type=click.Choice(["model", "device", "off"]),
     default="model",
     show_default=True,
-    help="Whom the store tells about freed space: the FTL model alone, the device too, nobody.",
+    help="Whom the store tells about freed space: the FTL model, after every batch; model and device, in the "
+    "background; nobody.",
 )
 @click.option("--over-provisioning", default=0.07, show_default=True, help="Of the FTL model.")
 @click.option("--erase-unit-mib", default=4.0, show_default=True, help="Of the FTL model.")

@@ -87,8 +87,8 @@ def open_any(
     in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
     it to `commit`. `discard`: tell the device about freed space, a second after the delete is durable and
     later, in large ranges, at most `discard_bytes_per_s` and 100 times a second; without a commit interval
-    `commit` does it. `max_store_bytes`: payload of puts that the device may have at once; more wait, or may
-    be dropped.
+    `discard_freed` alone does it. `max_store_bytes`: payload of puts that the device may have at once; more
+    wait, or may be dropped.
 
     Several paths, in any order, open the array that was formatted on them. All members have to be there.
     `degraded` does without those that are missing: left out of the list, or their path leads nowhere. What

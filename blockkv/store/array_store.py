@@ -201,6 +201,12 @@ class ArrayStore(Store):
         with self._operation(writing=True):
             self._on_writable(lambda member: member.store.checkpoint())
 
+    def discard_freed(self) -> int:
+        discarded = [0]
+        with self._operation(writing=True):
+            self._on_writable(lambda member: discarded.append(member.store.discard_freed()))
+        return sum(discarded)
+
     # -- reading ---------------------------------------------------------------------------------------
 
     def submit_get(

@@ -14,6 +14,7 @@ Invariants
 
 Only whole runs that held something since they were last discarded are discarded, at least as large as the
 device's granularity. What waits when the store is closed waits until it is written and freed once more.
+A store without a commit interval has no thread for it: `Store.discard_freed` is all there is.
 """
 
 from __future__ import annotations
@@ -93,57 +94,62 @@ class Discards:
             self._freed = True
             self._work.notify_all()
 
-    def catch_up(self) -> None:
-        """Where there is no thread: discard what can be discarded, here and now."""
-        if self._thread is None:
-            self._pass(paced=False)
+    def catch_up(self) -> int:
+        """Discard what can be discarded, here and now. Returns the bytes."""
+        return self._pass(paced=False)
 
     def _run(self) -> None:
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._stopping or self._freed)
                 self._freed = False
-            if not self._pause(REST_S) or not self._pass(paced=True):
+            if not self._pause(REST_S):
+                return
+            self._pass(paced=True)
+            if not self.enabled:
                 return
 
-    def _pass(self, *, paced: bool) -> bool:
-        """Discard the freed part of every free extent. False when there is nothing more to do, ever."""
-        first = 0
+    def _pass(self, *, paced: bool) -> int:
+        """Discard the freed part of every free extent. Returns the bytes."""
+        first = discarded_bytes = 0
         while self.enabled and not self._stopping:
             with self._lock:
                 owners = self._allocator.longest_free(first, EXTENTS_AT_A_TIME)
             if not owners:
-                return True
+                break
             first += len(owners)
             for owner in owners:
-                while (extent := self._withhold(owner)) is not None:
+                while self.enabled and (extent := self._withhold(owner)) is not None:
                     started = time.monotonic()
-                    self._discard(extent)
-                    spent_s = time.monotonic() - started
-                    size_bytes = extent[1] * UNIT_BYTES
+                    size_bytes = self._discard(extent)
+                    discarded_bytes += size_bytes
                     turn_s = max(size_bytes / self._bytes_per_s, 1 / COMMANDS_PER_S)
-                    if not self.enabled or (paced and not self._pause(turn_s - spent_s)):
-                        return False
-        return False
+                    if paced and not self._pause(started + turn_s - time.monotonic()):
+                        return discarded_bytes
+        return discarded_bytes
 
     def _withhold(self, owner: int) -> Extent | None:
         with self._lock:
             limit_units = min(COMMAND_UNITS, self._allocator.free_units // 2)
             return self._allocator.withhold(owner, limit_units)
 
-    def _discard(self, extent: Extent) -> None:
+    def _discard(self, extent: Extent) -> int:
+        """Discard what was withheld, and give it back. Returns the bytes, 0 after a failure."""
         start, count = extent
+        size_bytes = count * UNIT_BYTES
         try:
-            self._device.discard(self._geometry.unit_offset(start), count * UNIT_BYTES)
-            self._counters["discarded_bytes"] += count * UNIT_BYTES
+            self._device.discard(self._geometry.unit_offset(start), size_bytes)
         except BlockKVError as error:
             self.enabled = False
-            self._counters["discard_failed"] += 1
+            size_bytes = 0
             logger.warning("%s: discards are switched off until the next open: %s", self._device.path, error)
         finally:
             with self._lock:
                 self._allocator.give_back(extent)
+                self._counters["discarded_bytes"] += size_bytes
+                self._counters["discard_failed"] += not size_bytes
                 self._changed.notify_all()
+        return size_bytes
 
     def _pause(self, seconds: float) -> bool:
         """Wait so long, or until the end. False at the end."""

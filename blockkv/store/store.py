@@ -254,8 +254,19 @@ class Store:
         """Make everything put or deleted so far durable. Raises StoreReadOnly when that is impossible."""
         with self._operation(writing=True):
             self._state.log.commit()
-            if self._state.discards is not None:
-                self._state.discards.catch_up()
+
+    def discard_freed(self) -> int:
+        """Tell the device about all freed space, here and now and without a pause. Returns the bytes.
+
+        For quiet hours, and for stores without a commit interval, which have no thread that does it. Space
+        whose delete is not durable yet is left out. Raises InvalidArgument where the store was opened without
+        `discard`.
+        """
+        with self._operation(writing=True):
+            discards = self._state.discards
+            if discards is None:
+                raise InvalidArgument(f"{self._where}: open it with discard=True for that")
+            return discards.catch_up()
 
     def checkpoint(self) -> None:
         """Write the index out, so that the next open need not replay the journal. Happens by itself too."""

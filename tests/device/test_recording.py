@@ -66,9 +66,8 @@ def test_discards_are_told_and_passed_on_unless_kept(keep: bool) -> None:
     device = RecordingDevice(below, lambda *operation: record.append(operation), keep_discards=keep)
     with blockkv.open(device, discard=True, commit_interval_ms=None) as store:
         store.put("a", bytes(200_000))
-        store.delete("a")
-        store.commit()
-        discarded_bytes = store.stats()["discarded_bytes"]
+        store.delete("a", durable=True)
+        discarded_bytes = store.discard_freed()
     assert discarded_bytes >= 200_000
     assert bytes_of(record, OperationKind.DISCARD) == discarded_bytes
     assert below.counters()["device_discard_bytes"] - before == (0 if keep else discarded_bytes)

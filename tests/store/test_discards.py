@@ -75,9 +75,10 @@ def test_nothing_is_discarded_before_its_delete_is_durable(open_on: OpenStore) -
     store.put("k", bytes(MIB))
     before = len(discarded(device))
     store.delete("k")
-    store._state.discards.catch_up()  # type: ignore[union-attr]
+    assert store.discard_freed() == 0
     assert len(discarded(device)) == before
     store.commit()
+    assert store.discard_freed() == MIB
     (found,) = discarded(device)[before:]
     assert found[1] == MIB
     assert store.stats()["discarded_bytes"] == MIB
@@ -94,9 +95,10 @@ def test_neighbours_are_discarded_together_and_only_once(open_on: OpenStore) -> 
     for number in range(32):
         store.delete(f"k{number}")
     store.commit()
+    store.discard_freed()
     assert [length for _, length in discarded(device)[before:]] == [32 * RUN_BYTES]
     store.put("other", bytes(1000), durable=True)
-    store.commit()
+    assert store.discard_freed() == 0
     assert len(discarded(device)) == before + 1
 
 
@@ -105,8 +107,9 @@ def test_what_is_not_asked_for_is_not_done(open_on: OpenStore) -> None:
     before = len(discarded(device))
     store = open_on(device)
     store.put("k", bytes(MIB))
-    store.delete("k")
-    store.commit()
+    store.delete("k", durable=True)
+    with pytest.raises(blockkv.InvalidArgument, match="discard=True"):
+        store.discard_freed()
     assert len(discarded(device)) == before
 
 
@@ -121,11 +124,12 @@ def test_ranges_are_whole_runs_of_at_least_the_granularity(
     for number in range(24):
         store.put(f"k{number}", bytes(50_000 * (number % 5 + 1)))
     for number in range(0, 24, 2):
-        store.delete(f"k{number}")
-        store.commit()
+        store.delete(f"k{number}", durable=True)
+        store.discard_freed()
     for number in range(1, 24, 2):
         store.delete(f"k{number}")
     store.commit()
+    store.discard_freed()
     found = discarded(device)[before:]
     grain_bytes = max(granularity_bytes, RUN_BYTES)
     assert found
@@ -136,9 +140,8 @@ def test_a_device_that_cannot_discard_costs_nothing(open_on: OpenStore) -> None:
     device = meddled(discard_granularity_bytes=0)
     store = open_on(device, discard=True)
     store.put("k", bytes(MIB))
-    store.delete("k")
-    store.commit()
-    assert store.stats()["discarded_bytes"] == 0
+    store.delete("k", durable=True)
+    assert store.discard_freed() == 0
     assert not store._state.allocator._freed_grains
 
 
@@ -149,8 +152,8 @@ def test_a_failure_switches_them_off_and_loses_no_space(open_on: OpenStore) -> N
     device.set_plan(FaultPlan((Fault(FaultKind.ERROR, on=OperationKind.DISCARD, errno=errno.EIO),)))
     for _ in range(2):
         store.put("k", bytes(MIB))
-        store.delete("k")
-        store.commit()
+        store.delete("k", durable=True)
+        assert store.discard_freed() == 0
     figures = store.stats()
     assert (figures["discard_failed"], figures["discarded_bytes"]) == (1, 0)
     assert figures["free_bytes"] == free_bytes
@@ -178,10 +181,10 @@ class History:
             elif kind == "delete":
                 self.store.delete(key)
                 self.live.pop(key, None)
-            elif not self.nested:
-                self.store.commit()
             else:
-                self.store._state.log.commit()
+                self.store.commit()
+                if not self.nested:
+                    self.store.discard_freed()
             self.compare()
 
     def meddle(self) -> None:
@@ -221,6 +224,7 @@ def carry_out(steps: list[tuple[str, int, int]], seed: int) -> None:
         device.meanwhile = history.meddle
         history.run(len(steps))
         store.commit()
+        store.discard_freed()
         history.compare()
 
 
@@ -280,6 +284,7 @@ def test_a_put_that_lacks_space_waits_for_what_is_being_discarded(open_on: OpenS
 
     device.meanwhile = meanwhile
     store.commit()
+    store.discard_freed()
     thread.join(60)
     assert waiting.is_set()
     assert results == [True]
@@ -348,7 +353,7 @@ def test_the_rate_is_kept(monkeypatch: pytest.MonkeyPatch, open_on: OpenStore) -
     store.delete("k")
     for number in range(0, 8, 2):
         store.delete(f"small {number}")
-    store._state.log.commit()
+    store.commit()
     before, pauses = len(discarded(device)), []
     found = store._state.discards
     assert found is not None

@@ -190,8 +190,8 @@ def test_freed_space_is_discarded_when_asked_for(namespace: Path) -> None:
     with blockkv.open(namespace, discard=True, commit_interval_ms=None) as store:
         store.put("k", tensor(1, MIB), durable=True)
         commands = nvme_commands(namespace, "discard")
-        store.delete("k")
-        store.commit()
+        store.delete("k", durable=True)
+        assert store.discard_freed() == MIB
         assert store.stats()["discards"] == 1
         assert nvme_commands(namespace, "discard") > commands
 

@@ -269,6 +269,8 @@ class History:
             elif verb == "commit":
                 store.commit()
                 oracle.all_durable()
+                if self.discard:
+                    store.discard_freed()
             elif verb == "checkpoint":
                 store.checkpoint()
                 oracle.all_durable()
