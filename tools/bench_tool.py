@@ -55,6 +55,11 @@ class DeviceOptions:
     sector_bytes: int
     force: bool
 
+    @property
+    def is_none(self) -> bool:
+        """Whether no device is asked for."""
+        return not (self.device or self.paced or self.disk)
+
     @contextlib.contextmanager
     def target(self, least_bytes: int = 0, large_requests: bool = False) -> Iterator[Target]:
         """The device, for as long as the context lasts.

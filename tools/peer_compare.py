@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """blockkv beside other ways to keep tensors on a device: same payloads, same device, one run.
 
-    tools/peer_compare.py --paced --install-peers peers-venv       everything, on a device in memory (root)
+    tools/peer_compare.py --install-peers peers-venv               what the others need, once
+    tools/peer_compare.py --paced --peer-python peers-venv/bin/python --quick      in memory (root), minutes
     tools/peer_compare.py --disk /var/tmp --peer-python peers-venv/bin/python --json
     tools/peer_compare.py /dev/nvme0n1 --force                     a real one; EVERYTHING ON IT IS DESTROYED
 
@@ -23,9 +24,11 @@ so that their put without fsync is a copy to memory. blockkv verifies the checks
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -70,6 +73,9 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
 }
 TABLE_CHARS = 152
+CLONE_NEWNS = 0x20000
+"""unshare(2)."""
+TEMPORARY_PREFIX = "blockkv-peers."
 
 
 class PeerFailedError(BlockKVError):
@@ -185,9 +191,9 @@ class Peers:
 def find_peers(wanted: Sequence[str], peer_python: str | None) -> Peers:
     """Ask this Python, then the other, what each can import."""
     found = Peers({}, {}, {})
-    with tempfile.TemporaryDirectory(prefix="blockkv-peers.") as directory:
+    with temporary_directory() as directory:
         for python in filter(None, (sys.executable, peer_python)):
-            worker = Worker(python, Path(directory, "probe.log"))
+            worker = Worker(python, directory / "probe.log")
             try:
                 answers = worker.ask(do="probe")
             finally:
@@ -290,7 +296,7 @@ def compare(
             for number, name in enumerate(name for name in names if name not in places):
                 places[name] = mount / str(number)
                 places[name].mkdir()
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blockkv-peers.")))
+        logs = stack.enter_context(temporary_directory())
         for chunk_bytes in plan.chunk_sizes_bytes:
             rows += measure(chunk_bytes, plan, found, places, logs, progress)
     return rows
@@ -301,12 +307,31 @@ def file_system(partition: Path) -> Iterator[Path]:
     """An ext4, mounted. Nothing is discarded: a drive answers reads of what was discarded without work."""
     options = "nodiscard,lazy_itable_init=0,lazy_journal_init=0"
     run("mkfs.ext4", "-q", "-F", "-E", options, partition)
-    with tempfile.TemporaryDirectory(prefix="blockkv-peers.") as directory:
+    with temporary_directory() as directory:
         run("mount", "-o", "noatime", partition, directory)
         try:
-            yield Path(directory)
+            yield directory
         finally:
             run("umount", directory)
+
+
+def keep_mounts_private() -> None:
+    """What this process mounts from now on is seen by it and its children alone, and goes with them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        code = ctypes.get_errno()
+        raise BlockKVError(f"unshare of the mounts was refused: {os.strerror(code)}; run as root")
+    run("mount", "--make-rprivate", "/")
+
+
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """A directory for a while. Removes those of earlier runs that were killed; its name says whose it is."""
+    for left in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        if not Path("/proc", left.name.split(".")[1]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY_PREFIX}{os.getpid()}.") as directory:
+        yield Path(directory)
 
 
 def run(*command: object) -> None:
@@ -479,6 +504,7 @@ def draw(figure: Any, rows: Sequence[Row]) -> None:
 @click.option("--set-mib", default=512, show_default=True, help="Chunks of one peer on the device at a time.")
 @click.option("--rounds", default=5, show_default=True, help="Counted turns of every peer.")
 @click.option("--seconds", default=1.0, show_default=True, help="A phase lasts at least this long.")
+@click.option("--quick", is_flag=True, help="In minutes: 3 rounds of sets of 256 MiB, 0.3 s a phase.")
 @click.option(
     "--memory",
     type=click.Choice(["ordinary", "huge"]),
@@ -498,6 +524,7 @@ def main(
     set_mib: int,
     rounds: int,
     seconds: float,
+    quick: bool,
     memory: str,
     threads: int,
     wanted: tuple[str, ...],
@@ -508,9 +535,14 @@ def main(
     console = to.console(TABLE_CHARS)
     if install_peers:
         peer_python = make_environment(Path(install_peers), console.print)
+        if on.is_none:
+            return
+    if quick:
+        rounds, set_mib, seconds = min(rounds, 3), min(set_mib, 256), min(seconds, 0.3)
     found = find_peers(list(dict.fromkeys([OURS, *(wanted or PEERS)])), peer_python)
     sizes_bytes = [int(mib * MEBIBYTE) for mib in chunk_mib]
     plan = Plan(sizes_bytes, batch_mib * MEBIBYTE, set_mib * MEBIBYTE, rounds, seconds, memory, threads)
+    keep_mounts_private()
     count = len(sizes_bytes) * len(found.pythons) * (rounds + 2)
     with (
         on.target(plan.device_bytes(list(found.pythons)), large_requests=True) as target,

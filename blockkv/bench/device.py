@@ -6,7 +6,7 @@ CPU are comparable; latencies are not: the controller lets bursts through and th
 holds back what a process writes or reads itself, and not what the kernel writes back for it later.
 
 Nothing outlives the process, even one that is killed: the image is unlinked while the loop device holds it,
-and the loop device detaches itself when the process's descriptor closes.
+the loop device detaches itself when the process's descriptor closes, and its partitions go with that.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ ATTACH_ATTEMPTS = 20
 ALIGNMENT_BYTES = 1 << 20
 SECTOR_BYTES = 512
 """What addpart counts in, whatever the device's logical block size."""
+BLKRRPART = 0x125F
+"""ioctl of linux/fs.h."""
 LOOP_CLR_FD = 0x4C01
 """ioctl of linux/loop.h; on a device that is still open it asks for detaching at the last close."""
 
@@ -129,10 +131,12 @@ def _attach_while_open(image: str, sector_bytes: int) -> tuple[int, Path]:
 def partitions(device: Path, sizes_bytes: Sequence[int]) -> Iterator[list[Path]]:
     """Divide `device` for as long as the context lasts: partitions of the given sizes, from 1 MiB on.
 
-    They are told to the kernel alone: nothing is written to the device, and a reboot forgets them. Needs root
-    and `addpart`. Raises DeviceError when the device is too small or has partitions already.
+    They are told to the kernel alone: nothing is written to the device, and a reboot forgets them. Those of a
+    process that was killed go with a loop device made here, and from any other one at the next call. Needs
+    root and `addpart`. Raises DeviceError when the device is too small or has a partition table.
     """
     device_bytes = _size_bytes(device)
+    _read_partition_table(device)
     starts = list(itertools.accumulate((_aligned(size) for size in sizes_bytes), initial=ALIGNMENT_BYTES))
     if starts[-1] > device_bytes:
         raise DeviceError(f"{device} has {device_bytes} bytes, these partitions need {starts[-1]}")
@@ -167,6 +171,16 @@ def write_throughout(device: Path, size_bytes: int, offset_bytes: int = 0) -> No
             os.close(descriptor)
 
 
+def _read_partition_table(device: Path) -> None:
+    """Have the kernel forget partitions that no table names. It does not while one of them is in use."""
+    descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(descriptor, BLKRRPART)
+    finally:
+        os.close(descriptor)
+
+
 def _partition_tool(*command: object) -> None:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -186,8 +200,13 @@ def _size_bytes(device: Path) -> int:
 
 
 def _attach(image: str, sector_bytes: int) -> Path:
-    """Attach the next free loop device. Retries, because others may take the free number first."""
-    command = ["losetup", "--find", "--show", "--direct-io=on", f"--sector-size={sector_bytes}", image]
+    """Attach the next free loop device. Retries, because others may take the free number first.
+
+    One that scans for partitions also drops those it has when it is detached, whoever made them
+    (`__loop_clr_fd`, drivers/block/loop.c).
+    """
+    options = ["--find", "--show", "--partscan", "--direct-io=on", f"--sector-size={sector_bytes}"]
+    command = ["losetup", *options, image]
     for _ in range(ATTACH_ATTEMPTS):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:

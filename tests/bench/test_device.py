@@ -95,6 +95,30 @@ def test_nothing_is_left_behind_by_a_killed_process() -> None:
     assert not is_attached(device)
 
 
+def test_partitions_of_a_killed_process_go_with_the_device() -> None:
+    script = (
+        "import time; from pathlib import Path; from blockkv.bench.device import loop_device, partitions\n"
+        f"with loop_device(Path('/dev/shm'), {SIZE_BYTES}) as one, partitions(one, [1 << 20]) as made:\n"
+        "    print(one, *made, flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        device, partition = map(Path, process.stdout.readline().split())
+        assert Path("/sys/block", device.name, partition.name).exists()
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while is_attached(device) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path("/sys/block", device.name, partition.name).exists()
+
+
+def test_partitions_without_a_table_make_room_for_others(tmp_path: Path) -> None:
+    with loop_device(tmp_path, SIZE_BYTES) as device:
+        subprocess.run(["addpart", device, "1", "2048", "2048"], check=True)
+        with partitions(device, [2 << 20]) as (only,):
+            assert int(Path("/sys/class/block", only.name, "size").read_text()) == 4096
+
+
 def test_a_device_of_two_layers_leaves_nothing_either() -> None:
     with paced_device(SIZE_BYTES, 10**9, 10**9, large_requests=True) as device:
         below = Path("/sys/block", device.path.name, "loop/backing_file").read_text().strip()

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -267,6 +269,46 @@ def test_the_tool_compares_on_one_device(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "cold get" in done.stderr  # the table
     assert "blockkv-peers" not in Path("/proc/mounts").read_text()
+
+
+@pytest.mark.requires_root
+@pytest.mark.requires_tool("losetup", "addpart", "delpart", "mkfs.ext4")
+def test_a_run_that_is_killed_leaves_nothing() -> None:
+    command = [sys.executable, ROOT / "tools/peer_compare.py", "--paced", "--seconds", "60"]
+    command += ["--chunk-mib", "1", "--batch-mib", "4", "--set-mib", "8", "--peer", "buffered files"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: is_mounted(process.pid))
+        partition = next(line.split()[0] for line in mounts(process.pid) if "blockkv-peers." in line)
+        assert not is_mounted(os.getpid())
+        device = Path("/sys/block", Path(partition).name.rpartition("p")[0])
+        assert (device / Path(partition).name).exists()
+        process.kill()
+    wait_until(lambda: not (device / "loop/backing_file").exists())
+    assert not (device / Path(partition).name).exists()
+    left = list(Path(tempfile.gettempdir()).glob(f"blockkv-peers.{process.pid}.*"))
+    assert left
+    with peer_compare.temporary_directory():
+        assert not any(directory.exists() for directory in left)
+
+
+def mounts(process_id: int) -> list[str]:
+    return Path(f"/proc/{process_id}/mounts").read_text().splitlines()
+
+
+def is_mounted(process_id: int) -> bool:
+    return any("blockkv-peers." in line for line in mounts(process_id))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.02)
+
+
+def test_a_directory_of_a_process_that_lives_stays() -> None:
+    with peer_compare.temporary_directory() as first, peer_compare.temporary_directory():
+        assert first.exists()
 
 
 def test_the_tool_wants_one_device() -> None:
