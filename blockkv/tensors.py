@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -223,9 +224,10 @@ def describe_many(values: Sequence[Tensors]) -> tuple[Pieces, dict[int, BlockKVE
 
 
 class Occupied:
-    """Memory that outputs of one call have taken."""
+    """Memory that outputs of one call have taken. May be used by several threads."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._ranges: list[tuple[int, int]] = []
         """(first address, end), ascending."""
 
@@ -235,15 +237,16 @@ class Occupied:
         added = sorted(zip(addresses, map(operator.add, addresses, segments[1::2]), strict=True))
         joined: list[tuple[int, int]] = []
         last_end = -1
-        for start, end in sorted(self._ranges + added) if self._ranges else added:
-            if start < last_end:
-                return False
-            if start == last_end:
-                joined[-1] = (joined[-1][0], end)
-            else:
-                joined.append((start, end))
-            last_end = end
-        self._ranges = joined
+        with self._lock:
+            for start, end in sorted(self._ranges + added) if self._ranges else added:
+                if start < last_end:
+                    return False
+                if start == last_end:
+                    joined[-1] = (joined[-1][0], end)
+                else:
+                    joined.append((start, end))
+                last_end = end
+            self._ranges = joined
         return True
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import fcntl
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -73,6 +74,7 @@ class Limits:
     """0 where the device does not discard."""
     rotational: bool = False
     read_only: bool = False
+    """Whether the device, or the file for this user, cannot be written to, however it was opened."""
 
 
 class Batch:
@@ -274,3 +276,8 @@ def device_error(path: str, what: str, code: int) -> DeviceError:
     """The exception for a negative errno. A namespace that went away answers ENODEV or ENXIO."""
     kind = DeviceLost if -code in (errno.ENODEV, errno.ENXIO) else DeviceError
     return kind(f"{path}: {what} failed: {os.strerror(-code)} (errno {-code})", -code)
+
+
+def opened_for_writing(descriptor: int) -> bool:
+    """Whether an open file takes writes."""
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from blockkv import memory
 from blockkv._native import ffi, lib
 from blockkv.device import passthrough
-from blockkv.device.base import Batch, Device, Limits, device_error
+from blockkv.device.base import Batch, Device, Limits, device_error, opened_for_writing
 from blockkv.errors import DeviceError, DeviceReadOnly, InvalidArgument, StoreClosed
 
 __all__ = ["NativeDevice", "checksum_variant", "leaf_checksum", "leaf_checksums"]
@@ -71,7 +71,7 @@ def checksum_variant() -> str:
 class NativeDevice(Device):
     """A device carried by the C engine. Owns `fd` from construction on: `close` closes it.
 
-    `fd` must be open with O_DIRECT, and for writing unless `limits.read_only`. `depth` is the number of
+    `fd` must be open with O_DIRECT; what is open for reading alone refuses writes. `depth` is the number of
     requests kept in flight; `workers` the number of threads for checksums and copies (default: one less
     than the CPUs, at most 4); `staging_bytes` bounds the memory through which misaligned buffers go. With
     "passthrough" `fd` is the block device of a whole NVMe namespace, whose character device is opened here.
@@ -101,6 +101,7 @@ class NativeDevice(Device):
         self._last_token = 0
         self._completion_thread: threading.Thread | None = None
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        self._writable = not limits.read_only and opened_for_writing(fd)
         self._generic: passthrough.Generic | None = None
         try:
             options = _options(fd, path, limits, depth, workers, staging_bytes)
@@ -129,8 +130,9 @@ class NativeDevice(Device):
         self._check_process()
         if batch.native is not None:
             raise InvalidArgument("this batch was submitted before; build a new one")
-        if batch.direction and self.limits.read_only:
-            raise DeviceReadOnly(f"{self.path} is read-only", errno.EROFS)
+        if batch.direction and not self._writable:
+            how = "is read-only" if self.limits.read_only else "was opened read-only"
+            raise DeviceReadOnly(f"{self.path} {how}", errno.EROFS)
         announced = batch.on_done is not None
         flight = _Flight(batch)
         with self._lock:
@@ -389,8 +391,8 @@ def _options(
         ("depth", depth, int(lib.BKV_MAX_DEPTH)),
         ("workers", 1 if workers is None else workers, int(lib.BKV_MAX_WORKERS)),
     ):
-        if not 1 <= value <= most:
-            raise InvalidArgument(f"{path}: {name} is {value}; want 1 to {most}")
+        if not (isinstance(value, int) and 1 <= value <= most):
+            raise InvalidArgument(f"{path}: {name} is {value!r}; want a whole number from 1 to {most}")
     cpus = len(os.sched_getaffinity(0))
     return {
         "fd": fd,

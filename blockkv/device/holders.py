@@ -372,7 +372,8 @@ def backing_range(status: os.stat_result) -> tuple[Path, int, int] | None:
 def claim_finding(path: str) -> list[Finding]:
     """Find out whether a writer holds a device (O_EXCL) or file (flock), by asking for it for a moment.
 
-    At most one finding, of kind "open". Empty also where the path may not be opened at all.
+    What claims it without being a process: mounts, swap, devices built on it; else one finding, of kind
+    "open". Empty also where the path may not be opened at all.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -391,6 +392,9 @@ def claim_finding(path: str) -> list[Finding]:
         return []
     finally:
         os.close(descriptor)
+    claims = [one for one in uses(status) if one.kind in ("mounted", "swap", "holder")]
+    if claims:
+        return claims
     names = lockers(status) or openers(status)
     command = f"stop that program (`fuser -v {shlex.quote(path)}` lists who has it open)"
     return [Finding("open", f"held by {describe(names)}", f"on {path}", command, overridable=False)]

@@ -241,7 +241,7 @@ def open_namespace(
         pause_s = min(2 * pause_s, wait_s / 4)
     try:
         is_device = stat.S_ISBLK(os.fstat(descriptor).st_mode)
-        limits = _limits(canonical, descriptor, writable=not read_only)
+        limits = _limits(canonical, descriptor, writable=not read_only or os.access(canonical, os.W_OK))
         if limits.read_only and not read_only:
             raise DeviceReadOnly(
                 f"{canonical} is set read-only; open it with read_only=True, or make it writable "

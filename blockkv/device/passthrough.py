@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockkv.device import holders
-from blockkv.device.base import UNIT_BYTES, Limits
+from blockkv.device.base import UNIT_BYTES, Limits, opened_for_writing
 from blockkv.device.namespace import path_text
 from blockkv.errors import DeviceError
 
@@ -108,7 +108,8 @@ def open_generic(block_path: str, block_descriptor: int, limits: Limits) -> Gene
             errno.EOPNOTSUPP,
         )
     try:
-        descriptor = os.open(path, (os.O_RDONLY if limits.read_only else os.O_RDWR) | os.O_CLOEXEC)
+        mode = os.O_RDWR if opened_for_writing(block_descriptor) else os.O_RDONLY
+        descriptor = os.open(path, mode | os.O_CLOEXEC)
     except OSError as error:
         raise _open_error(path, number, error) from None
     try:

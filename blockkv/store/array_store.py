@@ -48,6 +48,7 @@ from blockkv.store.finding import Finding, Remedy
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.member import Member
+from blockkv.store.numbers import is_number
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
 from blockkv.store.store import (
     BELONGS_TO_PARENT,
@@ -58,7 +59,7 @@ from blockkv.store.store import (
     left_s,
     several_keys,
 )
-from blockkv.tensors import Tensors
+from blockkv.tensors import Occupied, Tensors
 
 __all__ = ["ArrayStore"]
 
@@ -423,8 +424,8 @@ class ArrayStore(Store):
                 self._scrub_told.stop()
 
     def _begin_scrub_of_all(self, bytes_per_s: float, progress: Progress | None) -> _JointProgress:
-        if not bytes_per_s > 0:
-            raise InvalidArgument(f"a scrub of {bytes_per_s} bytes a second would never end")
+        if not (is_number(bytes_per_s) and bytes_per_s > 0):
+            raise InvalidArgument(f"a scrub of {bytes_per_s!r} bytes a second would never end")
         with self._lock:
             if self._scrub_told is not None:
                 raise InvalidArgument(f"{self._paths}: a scrub is under way; stop_scrub() ends it")
@@ -745,7 +746,12 @@ class ArrayStore(Store):
     # -- gets ------------------------------------------------------------------------------------------
 
     def _get(
-        self, keys: Sequence[Key], outputs: Sequence[Any] | None, preload: bool, deadline_ns: int
+        self,
+        keys: Sequence[Key],
+        outputs: Sequence[Any] | None,
+        preload: bool,
+        deadline_ns: int,
+        occupied: Occupied | None = None,
     ) -> tuple[list[Any], dict[int, BlockKVError]]:
         miss = None if outputs is None else False
         results: list[Any] = [miss] * len(keys)
@@ -765,6 +771,7 @@ class ArrayStore(Store):
                     self._count_miss(digest)
                 else:
                     wanted.setdefault(member, []).append(position)
+            occupied = occupied or (Occupied() if len(keys) > 1 else None)
             calls = [
                 functools.partial(
                     _get_on,
@@ -772,7 +779,8 @@ class ArrayStore(Store):
                     [keys[position] for position in positions],
                     None if outputs is None else [outputs[position] for position in positions],
                     preload,
-                    left_s(deadline_ns),
+                    deadline_ns,
+                    occupied,
                 )
                 for member, positions in wanted.items()
             ]
@@ -948,14 +956,14 @@ def _get_on(
     keys: Sequence[Key],
     outputs: Sequence[Any] | None,
     preload: bool,
-    deadline_s: float | None,
+    deadline_ns: int,
+    occupied: Occupied | None,
 ) -> list[Any]:
     try:
-        return member.store.get_many(keys, outputs, preload=preload, deadline_s=deadline_s)
-    except BatchError as error:
-        return [error.errors.get(number, result) for number, result in enumerate(error.results)]
+        results, errors = member.store._get(keys, outputs, preload, deadline_ns, occupied)
     except BlockKVError as error:
         return [error] * len(keys)
+    return [errors.get(number, result) for number, result in enumerate(results)]
 
 
 def _joint_scrub(reports: Sequence[ScrubReport]) -> ScrubReport:

@@ -9,8 +9,10 @@ half of either store. For an array the first is done for all of its members, the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -21,7 +23,7 @@ from typing import Any
 from blockkv.device import namespace, occupancy
 from blockkv.device.base import Device
 from blockkv.device.engine import NativeDevice
-from blockkv.errors import DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
+from blockkv.errors import DeviceBusy, DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
 from blockkv.format import geometry, superblock
 from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY
 from blockkv.format.superblock import Membership, Superblock
@@ -94,13 +96,40 @@ def format_device(
 
 
 def several(path: object) -> list[Any]:
-    """One path or device, or several, as a list. Raises InvalidArgument for none and for too many."""
+    """One path or device, or several, as a list.
+
+    Raises InvalidArgument for none and for too many, DeviceBusy where two are the same device or file.
+    """
     paths = [path] if isinstance(path, str | bytes | os.PathLike | Device) else path
     if not isinstance(paths, Sequence):
         raise InvalidArgument(f"{path!r} is neither a path nor a list of paths")
     if not 1 <= len(paths) <= superblock.MAX_MEMBERS:
         raise InvalidArgument(f"{len(paths)} paths; an array has 2 to {superblock.MAX_MEMBERS} members")
+    seen: dict[object, str] = {}
+    for one in paths:
+        name = one.path if isinstance(one, Device) else namespace.path_text(one)
+        which = _which(one)
+        if which in seen:
+            what = (
+                f"{name} was given twice" if name == seen[which] else f"{seen[which]} and {name} are the same"
+            )
+            raise DeviceBusy(
+                f"{what}; an array needs a device or file of its own for each member", errno.EBUSY
+            )
+        seen[which] = name
     return list(paths)
+
+
+def _which(path: Any) -> object:
+    """The same for paths that lead to one device or file."""
+    if isinstance(path, Device):
+        return id(path)
+    name = namespace.path_text(path)
+    with contextlib.suppress(OSError):
+        status = Path(name).stat()
+        is_device = stat.S_ISBLK(status.st_mode)
+        return ("device", status.st_rdev) if is_device else (status.st_dev, status.st_ino)
+    return os.path.realpath(name)
 
 
 def _places(count: int) -> list[Membership | None]:

@@ -78,13 +78,15 @@ class GetRun(WaveRun[GetWave]):
         preload: bool = False,
         deadline_ns: int = 0,
         then: Callable[[BaseException | None], None] | None = None,
+        occupied: Occupied | None = None,
     ) -> None:
+        """`occupied` is shared by runs that carry out one call together."""
         self.priority = Priority.PRELOAD if preload else Priority.LOAD
         super().__init__(state, deadline_ns, then)
         self.results: list[Any] = [False if into_outputs else None] * count
         self.errors: dict[int, BlockKVError] = {}
         self._into_outputs = into_outputs
-        self._occupied = Occupied() if count > 1 else None
+        self._occupied = occupied or (Occupied() if count > 1 else None)
         """Memory of outputs, which must not meet that of others."""
 
     def run(self, keys: Sequence[Key], outputs: Sequence[Any] | None) -> None:

@@ -31,6 +31,7 @@ from blockkv.catalog.layouts import Layout
 from blockkv.device.base import UNIT_BYTES, Priority
 from blockkv.errors import BlockKVError, InvalidArgument
 from blockkv.store.interrupts import interrupts
+from blockkv.store.numbers import is_number
 from blockkv.store.state import State
 from blockkv.store.verify import VERIFY_BYTES, Verifier, is_damage
 
@@ -144,8 +145,8 @@ class Scrub:
         wait: Callable[[float], object] | None = None,
     ) -> None:
         """`wait` is called with the seconds to let pass, and may return early once `stop` was called."""
-        if not bytes_per_s > 0:
-            raise InvalidArgument(f"a scrub of {bytes_per_s} bytes a second would never end")
+        if not (is_number(bytes_per_s) and bytes_per_s > 0):
+            raise InvalidArgument(f"a scrub of {bytes_per_s!r} bytes a second would never end")
         self._state = state
         self._progress = progress
         self._clock = clock

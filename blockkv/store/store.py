@@ -62,11 +62,12 @@ from blockkv.store.gets import GetRun
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.log import write_superblock
+from blockkv.store.numbers import is_number
 from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.state import Options, State
-from blockkv.tensors import Tensors, describe
+from blockkv.tensors import Occupied, Tensors, describe
 
 __all__ = ["ChunkInfo", "Store", "StoreFuture", "open_store"]
 
@@ -193,7 +194,7 @@ class Store:
         Takes (key, tensors) pairs or a mapping; returns one result per item, in order. Raises BatchError,
         after its neighbours were carried out, when some failed.
         """
-        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        pairs = listed(items.items() if isinstance(items, Mapping) else items, "(key, tensors) pairs")
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
         results, errors = self._put(pairs, durable, droppable, due_ns(deadline_s))
@@ -310,7 +311,7 @@ class Store:
         failed; a miss is not a failure.
         """
         wanted = several_keys(keys)
-        outputs = None if outs is None else list(outs)
+        outputs = None if outs is None else listed(outs, "outputs")
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
         results, errors = self._get(wanted, outputs, preload, due_ns(deadline_s))
@@ -677,11 +678,21 @@ class Store:
         return run.results, run.errors
 
     def _get(
-        self, keys: Sequence[Key], outputs: Sequence[Any] | None, preload: bool, deadline_ns: int
+        self,
+        keys: Sequence[Key],
+        outputs: Sequence[Any] | None,
+        preload: bool,
+        deadline_ns: int,
+        occupied: Occupied | None = None,
     ) -> tuple[list[Any], dict[int, BlockKVError]]:
         with self._operation():
             run = GetRun(
-                self._state, len(keys), outputs is not None, preload=preload, deadline_ns=deadline_ns
+                self._state,
+                len(keys),
+                outputs is not None,
+                preload=preload,
+                deadline_ns=deadline_ns,
+                occupied=occupied,
             )
             run.run(keys, outputs)
         return run.results, run.errors
@@ -794,8 +805,8 @@ def due_ns(deadline_s: float | None) -> int:
     """The moment so many seconds from now, in `time.monotonic_ns`; 0 for None."""
     if deadline_s is None:
         return 0
-    if not 0 <= deadline_s <= LONGEST_DEADLINE_S:
-        raise InvalidArgument(f"deadline_s is {deadline_s}; use None, or 0 to {LONGEST_DEADLINE_S} seconds")
+    if not (is_number(deadline_s) and 0 <= deadline_s <= LONGEST_DEADLINE_S):
+        raise InvalidArgument(f"deadline_s is {deadline_s!r}; use None, or 0 to {LONGEST_DEADLINE_S} seconds")
     return time.monotonic_ns() + int(deadline_s * 1e9) + 1
 
 
@@ -805,10 +816,17 @@ def left_s(deadline_ns: int) -> float | None:
 
 
 def several_keys(keys: Iterable[Key]) -> list[Key]:
-    """Keys as a list. Raises InvalidArgument for a single one."""
+    """Keys as a list. Raises InvalidArgument for a single one, and for what holds none."""
     if isinstance(keys, (str, bytes)):
         raise InvalidArgument("one key was given where several are expected; put it into a list")
-    return list(keys)
+    return listed(keys, "keys")
+
+
+def listed(items: Iterable[T], what: str) -> list[T]:
+    """`items` as a list. Raises InvalidArgument for what is none."""
+    if not isinstance(items, Iterable):
+        raise InvalidArgument(f"{items!r} is no list of {what}")
+    return list(items)
 
 
 def open_store(
@@ -858,11 +876,6 @@ def check_options(
     if not (is_number(discard_bytes_per_s) and discard_bytes_per_s >= 1):
         raise InvalidArgument(f"discard_bytes_per_s is {discard_bytes_per_s!r}; use a number, at least 1")
     return Options(evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s)
-
-
-def is_number(value: object) -> bool:
-    """Whether an option is an int or a float; nan, which fails every comparison, counts as one."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def open_device(

@@ -424,7 +424,7 @@ def test_an_inspector_without_lock_works_on_a_live_store(block_targets: Callable
     with opened(path):
         assert isinstance(refusal(path, read_only=True), DeviceBusy)
         descriptor, _, limits = open_namespace(path, read_only=True, lock=False)
-        assert limits.read_only
+        assert not limits.read_only  # that is the device's own state
         os.close(descriptor)
     with opened(path, read_only=True, lock=False), opened(path):  # and is in nobody's way
         pass
@@ -453,8 +453,9 @@ def test_a_read_only_device_is_refused_to_writers(loop_device: LoopDevices) -> N
     assert isinstance(error, DeviceReadOnly)
     assert "--setrw" in str(error)
     assert probe(device).read_only
-    with opened(device, read_only=True):
-        pass
+    descriptor, _, limits = open_namespace(device, read_only=True)
+    assert limits.read_only
+    os.close(descriptor)
 
 
 @pytest.mark.requires_root
@@ -529,6 +530,10 @@ def test_a_mounted_device_is_refused_at_once(loop_device: LoopDevices, sector_by
         assert time.monotonic() - started < 1  # waiting is for locks
         assert f"mounted on {directory}" in str(caught.value)
         assert f"umount {directory}" in str(caught.value)
+        with pytest.raises(DeviceBusy) as caught:
+            open_namespace(device, read_only=True)
+        assert f"umount {directory}" in str(caught.value)
+        assert "pid" not in str(caught.value)
     with opened(device):
         pass
 

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import blockkv
 from blockkv.errors import (
     BatchError,
+    DeviceBusy,
     DeviceError,
     DeviceLost,
     InvalidArgument,
@@ -82,6 +83,38 @@ def found(store: blockkv.Store, count: int = 60) -> list[int]:
     there = [number for number, value in enumerate(values) if value is not None]
     assert all(bytes_of(values[number]) == content(number) for number in there)
     return there
+
+
+def test_outputs_of_several_members_may_not_overlap() -> None:
+    with open_array(simulated(), evict=False) as store:
+        fill(store)
+        keys = sorted((f"k{number}" for number in range(60)), key=lambda key: store.entry(key).device)[::25]
+        assert len({store.entry(key).device for key in keys}) == 3
+        one, other = torch.empty(50_000, dtype=torch.uint8), torch.empty(50_000, dtype=torch.uint8)
+        with pytest.raises(BatchError) as caught:
+            store.get_many(keys, [one, one, other])
+        assert caught.value.results[2] is True
+        assert sorted(caught.value.results[:2]) == [False, True]
+        (error,) = caught.value.errors.values()
+        assert isinstance(error, InvalidArgument)
+        assert "overlaps" in str(error)
+        filled = keys[caught.value.results.index(True)]
+        assert bytes_of(one) == content(int(filled[1:]))
+        assert store.get_many(keys, [one, other, torch.empty(50_000, dtype=torch.uint8)]) == [True] * 3
+
+
+def test_one_device_is_not_two_members(tmp_path: Path) -> None:
+    path, link = tmp_path / "store", tmp_path / "link"
+    link.symlink_to(path)
+    for call in (lambda paths: blockkv.format(paths, size="16MiB"), blockkv.open):
+        with pytest.raises(DeviceBusy, match=f"{path} was given twice"):
+            call([path, path])
+        with pytest.raises(DeviceBusy, match=f"{path} and {link} are the same"):
+            call([path, str(link)])
+    assert not path.exists()
+    (device,) = simulated(1)
+    with pytest.raises(DeviceBusy, match="device-0 was given twice"):
+        blockkv.open([device, device])
 
 
 def held_by(store: ArrayStore, index: int) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -512,3 +514,41 @@ def test_a_nested_tensor_is_refused_by_name(tmp_path: Any) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with blockkv.open(tmp_path / "store") as store, pytest.raises(blockkv.InvalidArgument, match="nested"):
         store.put("k", nested)
+
+
+NO_NUMBERS = ["x", "1", [], float("nan"), None, True]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_options_that_are_no_numbers_are_named_with_what_was_given(
+    device: SimulatedDevice, store: blockkv.Store, image_dir: Path, value: Any
+) -> None:
+    shown = re.escape(repr(value))
+    for name in ("max_store_bytes", "commit_interval_ms", "discard_bytes_per_s"):
+        if value is not None or name != "commit_interval_ms":
+            with pytest.raises(blockkv.InvalidArgument, match=f"{name} is {shown}"):
+                blockkv.open(device, **{name: value})
+    with pytest.raises(blockkv.InvalidArgument, match=f"a scrub of {shown} bytes"):
+        store.scrub(value)
+    if value is not None:
+        for call in (lambda **late: store.put("k", b"1", **late), lambda **late: store.get("k", **late)):
+            with pytest.raises(blockkv.InvalidArgument, match=f"deadline_s is {shown}"):
+                call(deadline_s=value)
+    if value is not True:  # which is 1
+        image = image_dir / "image"
+        blockkv.format(image, size="16MiB", force=True)
+        with pytest.raises(blockkv.InvalidArgument, match=f"depth is {shown}"):
+            blockkv.open(image, depth=value)
+
+
+@pytest.mark.parametrize("items", [None, 3])
+def test_what_is_no_list_is_named(store: blockkv.Store, items: Any) -> None:
+    for call, what in (
+        (store.get_many, "keys"),
+        (store.lookup, "keys"),
+        (store.put_many, r"\(key, tensors\) pairs"),
+        (lambda outs: store.get_many(["k"], outs), "outputs"),
+    ):
+        if items is not None or what != "outputs":
+            with pytest.raises(blockkv.InvalidArgument, match=f"{items} is no list of {what}"):
+                call(items)
