@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"_native", "memory"},
     {"device"},
     {"catalog", "space", "format"},
-    {"store", "tensors"},
+    {"store", "tensors", "kv_layout"},
     {"", "testing"},  # "" is blockkv/__init__.py: the public names
     {"cli", "connectors", "demo", "bench"},
     {"__main__"},
