@@ -39,6 +39,7 @@ from blockkv.errors import (
 )
 
 if TYPE_CHECKING:
+    from blockkv.kv_layout import KVLayout, Part
     from blockkv.memory import empty
     from blockkv.store import ArrayStore, CheckReport, ChunkInfo, Finding, ScrubReport, Store, StoreFuture
     from blockkv.store import format_device as format
@@ -58,9 +59,11 @@ __all__ = [
     "Finding",
     "FormatError",
     "InvalidArgument",
+    "KVLayout",
     "LayoutMismatch",
     "NotFormatted",
     "OccupiedError",
+    "Part",
     "ScrubReport",
     "Store",
     "StoreClosed",
@@ -88,6 +91,8 @@ _LAZY = {
     "CheckReport": ("blockkv.store", "CheckReport"),
     "ChunkInfo": ("blockkv.store", "ChunkInfo"),
     "Finding": ("blockkv.store", "Finding"),
+    "KVLayout": ("blockkv.kv_layout", "KVLayout"),
+    "Part": ("blockkv.kv_layout", "Part"),
     "ScrubReport": ("blockkv.store", "ScrubReport"),
     "Store": ("blockkv.store", "Store"),
     "StoreFuture": ("blockkv.store", "StoreFuture"),

@@ -100,10 +100,15 @@ class Part:
         return chosen
 
     def narrowed(self, axis: str, number: int) -> Part:
-        """The same with one number along an axis that parts know."""
-        if axis == "kv":
-            return replace(self, kv="v" if number else "k")
-        return replace(self, **{axis: number})
+        """The same with one number along layers, kv, tokens or heads."""
+        if axis == "layers":
+            return replace(self, layers=number)
+        if axis == "tokens":
+            return replace(self, tokens=number)
+        if axis == "heads":
+            return replace(self, heads=number)
+        assert axis == "kv", axis
+        return replace(self, kv="v" if number else "k")
 
 
 WHOLE = Part()

@@ -42,6 +42,7 @@ from blockkv.errors import (
     StoreReadOnly,
 )
 from blockkv.format.record import key_digest
+from blockkv.kv_layout import KVLayout, Part
 from blockkv.store.array_term import set_of
 from blockkv.store.check import CheckReport
 from blockkv.store.finding import Finding, Remedy
@@ -49,7 +50,9 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.member import Member
 from blockkv.store.numbers import is_number
+from blockkv.store.part_gets import Leased
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
+from blockkv.store.state import State
 from blockkv.store.store import (
     BELONGS_TO_PARENT,
     ChunkInfo,
@@ -211,9 +214,18 @@ class ArrayStore(Store):
     # -- reading ---------------------------------------------------------------------------------------
 
     def submit_get(
-        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
+        self,
+        key: Key,
+        out: Any = None,
+        *,
+        part: Part | None = None,
+        layout: KVLayout | None = None,
+        preload: bool = False,
+        deadline_s: float | None = None,
     ) -> StoreFuture[Any]:
-        due_ns(deadline_s)  # refuses what is none, also where no member is asked
+        deadline_ns = due_ns(deadline_s)  # refuses what is none, also where no member is asked
+        if layout is not None or part is not None:
+            return self._submit_part(key, out, part, layout, preload, deadline_ns)
         future: StoreFuture[Any] = StoreFuture()
         future.set_running_or_notify_cancel()
         miss = None if out is None else False
@@ -796,6 +808,30 @@ class ArrayStore(Store):
             if not self._present:
                 raise self._all_lost()
         return results, errors
+
+    def lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
+        if not self._present:
+            raise self._all_lost()
+        chunks: list[Leased | None] = [None] * len(digests)
+        wanted: dict[Member, list[int]] = {}
+        for number, digest in enumerate(digests):
+            member = self._holder(digest)
+            if member is None:
+                self._count_miss(digest)
+            else:
+                wanted.setdefault(member, []).append(number)
+        for member, numbers in wanted.items():
+            found = member.store.lease_chunks([digests[number] for number in numbers])
+            for number, chunk in zip(numbers, found, strict=True):
+                chunks[number] = chunk
+        return chunks
+
+    def outlives(self, state: State, error: BlockKVError) -> bool:
+        member = next(one for one in self._members if one.has(state))
+        gone = self._lose_if_gone(member, error)
+        if gone:
+            self._count("get_member_lost")
+        return gone and bool(self._present)
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from blockkv.device.base import UNIT_BYTES
 from blockkv.errors import DeviceLost
 from blockkv.format.superblock import Membership
+from blockkv.store.state import State
 from blockkv.store.store import Store
 
 __all__ = ["Member"]
@@ -38,6 +39,10 @@ class Member:
     @property
     def path(self) -> str:
         return self._state.device.path
+
+    def has(self, state: State) -> bool:
+        """Whether that is the state of its store."""
+        return self._state is state
 
     def holds(self, digest: bytes) -> bool:
         """Whether a chunk with this digest is stored. RAM only."""

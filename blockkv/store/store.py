@@ -38,7 +38,7 @@ from typing import Any, Literal, Self, TypeVar
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout
 from blockkv.device import namespace, passthrough
-from blockkv.device.base import UNIT_BYTES, Device
+from blockkv.device.base import UNIT_BYTES, Device, Priority
 from blockkv.device.engine import NativeDevice
 from blockkv.errors import (
     BatchError,
@@ -53,7 +53,9 @@ from blockkv.errors import (
 )
 from blockkv.format.record import key_digest
 from blockkv.format.superblock import Membership, Superblock
+from blockkv.kv_layout import WHOLE, KVLayout, Part
 from blockkv.space.allocator import Extent
+from blockkv.store import part_gets
 from blockkv.store.check import CheckReport, check_store
 from blockkv.store.create import superblock_facts
 from blockkv.store.discards import DEFAULT_BYTES_PER_S as DEFAULT_DISCARD_BYTES_PER_S
@@ -63,6 +65,7 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.log import write_superblock
 from blockkv.store.numbers import is_number
+from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, lease
 from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
@@ -277,7 +280,14 @@ class Store:
     # -- reading ---------------------------------------------------------------------------------------
 
     def get(
-        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
+        self,
+        key: Key,
+        out: Any = None,
+        *,
+        part: Part | None = None,
+        layout: KVLayout | None = None,
+        preload: bool = False,
+        deadline_s: float | None = None,
     ) -> Any:
         """Read a chunk, verified against its checksum.
 
@@ -289,10 +299,15 @@ class Store:
         With `preload` it is served after the gets without, and before puts. With `deadline_s` requests that
         the device has not got so many seconds from now are given up: a miss, and the counter `get_deadline`.
 
+        With `layout`, which says what the payload is, only a `part` of it is read, and returned or filled: a
+        tensor of the layout's axes in their order, cut to the part, or, where the layout has several arrays,
+        those that the part has something of, by name. It is verified leaf by leaf; see docs/tensors.md.
+
         Raises LayoutMismatch (nothing was written to `out`), InvalidArgument, DeviceLost, StoreClosed.
         """
         outputs = None if out is None else [out]
-        results, errors = self._get([key], outputs, preload, due_ns(deadline_s))
+        parts = wanted_parts(part, layout, 1)
+        results, errors = self._get_any([key], outputs, parts, layout, preload, due_ns(deadline_s))
         if errors:
             raise errors[0]
         return results[0]
@@ -302,31 +317,44 @@ class Store:
         keys: Iterable[Key],
         outs: Iterable[Any] | None = None,
         *,
+        part: Part | Sequence[Part] | None = None,
+        layout: KVLayout | None = None,
         preload: bool = False,
         deadline_s: float | None = None,
     ) -> list[Any]:
         """`get` for many chunks in one submission; one result per key, in order.
 
-        Every output needs memory of its own. Raises BatchError, after its neighbours were read, when some
-        failed; a miss is not a failure.
+        Every output needs memory of its own. With `layout` a `part` of each is read, the same one or one for
+        each key; a key may then be given several times. Raises BatchError, after its neighbours were read,
+        when some failed; a miss is not a failure.
         """
         wanted = several_keys(keys)
         outputs = None if outs is None else listed(outs, "outputs")
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
-        results, errors = self._get(wanted, outputs, preload, due_ns(deadline_s))
+        parts = wanted_parts(part, layout, len(wanted))
+        results, errors = self._get_any(wanted, outputs, parts, layout, preload, due_ns(deadline_s))
         if errors:
             raise BatchError(results, errors)
         return results
 
     def submit_get(
-        self, key: Key, out: Any = None, *, preload: bool = False, deadline_s: float | None = None
+        self,
+        key: Key,
+        out: Any = None,
+        *,
+        part: Part | None = None,
+        layout: KVLayout | None = None,
+        preload: bool = False,
+        deadline_s: float | None = None,
     ) -> StoreFuture[Any]:
         """`get` in the background: no thread waits for it. The future can be waited for or awaited.
 
         Its callbacks run on the device's completion thread and must not block.
         """
         deadline_ns = due_ns(deadline_s)
+        if layout is not None or part is not None:
+            return self._submit_part(key, out, part, layout, preload, deadline_ns)
         future: StoreFuture[Any] = StoreFuture()
         future.set_running_or_notify_cancel()
 
@@ -697,6 +725,73 @@ class Store:
             run.run(keys, outputs)
         return run.results, run.errors
 
+    def _get_any(
+        self,
+        keys: Sequence[Key],
+        outputs: Sequence[Any] | None,
+        parts: Sequence[Part],
+        layout: KVLayout | None,
+        preload: bool,
+        deadline_ns: int,
+    ) -> tuple[list[Any], dict[int, BlockKVError]]:
+        """Whole chunks, or, with a layout, a part of each."""
+        if layout is None:
+            return self._get(keys, outputs, preload, deadline_ns)
+        with self._operation():
+            call = PartCall(self, keys, parts, layout, outputs)
+            try:
+                carry_out(call.reads, Priority.PRELOAD if preload else Priority.LOAD, deadline_ns)
+            finally:
+                call.settle()
+        return call.results, call.errors
+
+    def _submit_part(
+        self,
+        key: Key,
+        out: Any,
+        part: Part | None,
+        layout: KVLayout | None,
+        preload: bool,
+        deadline_ns: int,
+    ) -> StoreFuture[Any]:
+        future: StoreFuture[Any] = StoreFuture()
+        future.set_running_or_notify_cancel()
+        parts = wanted_parts(part, layout, 1)
+        assert layout is not None
+
+        def finish() -> None:
+            call.settle()
+            self._leave()
+            if call.errors:
+                future.set_exception(call.errors[0])
+            else:
+                future.set_result(call.results[0])
+
+        with interrupts:
+            self._enter()
+            try:
+                call = PartCall(self, [key], parts, layout, None if out is None else [out])
+            except BaseException:
+                self._leave()
+                raise
+            if call.reads:
+                batch = PartBatch(call.reads, Priority.PRELOAD if preload else Priority.LOAD, deadline_ns)
+                batch.submit(finish)
+            else:
+                finish()
+        return future
+
+    def lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
+        """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
+        chunks = lease(self._state, digests)
+        with self._state.lock:
+            self._state.counters["get_misses"] += chunks.count(None)
+        return chunks
+
+    def outlives(self, state: State, error: BlockKVError) -> bool:
+        """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
+        return False
+
     def _operation(self, writing: bool = False) -> _Operation:
         """Hold `close` and signal handlers back while it lasts. Raises StoreClosed or StoreReadOnly."""
         return _Operation(self, writing)
@@ -792,6 +887,7 @@ COUNTERS = (
     "chunks_evicted",
     "bytes_evicted",
     "chunks_dropped_damaged",
+    *part_gets.COUNTERS,
     "scrub_chunks",
     "scrub_bytes",
     "scrub_damaged",
@@ -813,6 +909,20 @@ def due_ns(deadline_s: float | None) -> int:
 def left_s(deadline_ns: int) -> float | None:
     """Seconds until a moment that `due_ns` gave."""
     return max(0, deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
+
+
+def wanted_parts(part: Part | Sequence[Part] | None, layout: KVLayout | None, count: int) -> list[Part]:
+    """The part for each of `count` keys. Raises InvalidArgument."""
+    if layout is None:
+        if part is not None:
+            raise InvalidArgument("a part was given without layout=, which says where in a chunk it is")
+        return []
+    if part is None or isinstance(part, Part):
+        return [part or WHOLE] * count
+    parts = list(part)
+    if len(parts) != count:
+        raise InvalidArgument(f"{count} keys but {len(parts)} parts")
+    return parts
 
 
 def several_keys(keys: Iterable[Key]) -> list[Key]:

@@ -14,10 +14,12 @@ DTYPES = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn"
 
 
 @st.composite
-def axes(draw: Any, most: int) -> Axis:
+def axes(draw: Any, most: int, widest: int) -> Axis:
     name = draw(st.sampled_from(["layers", "tokens", "heads", "kv", "dim", "latent"]))
     if name == "kv":
         return Axis(name, draw(st.sampled_from([range(2), range(1), range(1, 2)])))
+    if name in ("dim", "latent"):
+        return Axis(name, range(draw(st.integers(1, most) | st.integers(1, widest))))
     if draw(st.booleans()):
         start = draw(st.integers(0, 5))
         return Axis(name, range(start, start + draw(st.integers(1, most))))
@@ -25,11 +27,13 @@ def axes(draw: Any, most: int) -> Axis:
 
 
 @st.composite
-def layouts(draw: Any, most: int = 6, arrays: int = 3) -> KVLayout:
-    """Up to `arrays` arrays with axes in any order, of up to `most` positions each."""
+def layouts(draw: Any, most: int = 6, widest: int = 6, arrays: int = 3) -> KVLayout:
+    """Up to `arrays` arrays with axes in any order, of up to `most` positions each; those that are never
+    divided have up to `widest`.
+    """
     found = []
     for number in range(draw(st.integers(1, arrays))):
-        chosen = draw(st.lists(axes(most), min_size=1, max_size=5, unique_by=lambda axis: axis.name))
+        chosen = draw(st.lists(axes(most, widest), min_size=1, max_size=5, unique_by=lambda axis: axis.name))
         found.append(KVArray(tuple(chosen), draw(st.sampled_from(sorted(DTYPES))), f"array {number}"))
     return KVLayout(tuple(found))
 
