@@ -99,16 +99,17 @@ class Part:
         chosen: Chosen = getattr(self, axis) if axis in ("layers", "tokens", "heads") else None
         return chosen
 
-    def narrowed(self, axis: str, number: int) -> Part:
-        """The same with one number along layers, kv, tokens or heads."""
+    def narrowed(self, axis: str, chosen: int | range) -> Part:
+        """The same with one number, or a range of them, along layers, kv, tokens or heads."""
         if axis == "layers":
-            return replace(self, layers=number)
+            return replace(self, layers=chosen)
         if axis == "tokens":
-            return replace(self, tokens=number)
+            return replace(self, tokens=chosen)
         if axis == "heads":
-            return replace(self, heads=number)
+            return replace(self, heads=chosen)
         assert axis == "kv", axis
-        return replace(self, kv="v" if number else "k")
+        assert isinstance(chosen, int)
+        return replace(self, kv="v" if chosen else "k")
 
 
 WHOLE = Part()

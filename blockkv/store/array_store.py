@@ -809,7 +809,7 @@ class ArrayStore(Store):
                 raise self._all_lost()
         return results, errors
 
-    def lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
+    def _lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
         if not self._present:
             raise self._all_lost()
         chunks: list[Leased | None] = [None] * len(digests)
@@ -821,12 +821,12 @@ class ArrayStore(Store):
             else:
                 wanted.setdefault(member, []).append(number)
         for member, numbers in wanted.items():
-            found = member.store.lease_chunks([digests[number] for number in numbers])
+            found = member.store._lease_chunks([digests[number] for number in numbers])
             for number, chunk in zip(numbers, found, strict=True):
                 chunks[number] = chunk
         return chunks
 
-    def outlives(self, state: State, error: BlockKVError) -> bool:
+    def _outlives(self, state: State, error: BlockKVError) -> bool:
         member = next(one for one in self._members if one.has(state))
         gone = self._lose_if_gone(member, error)
         if gone:

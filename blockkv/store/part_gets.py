@@ -46,9 +46,11 @@ __all__ = [
     "PartBatch",
     "PartCall",
     "PartRead",
+    "by_device",
     "carry_out",
     "lease",
     "release",
+    "targets",
 ]
 
 logger = logging.getLogger("blockkv")
@@ -103,10 +105,10 @@ def release(chunks: Sequence[Leased | None]) -> None:
 class ChunkSource(Protocol):
     """Where chunks come from: a store, or an array of them."""
 
-    def lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
+    def _lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
         """Lease the chunks with these digests; None, and counted, for each that is not there."""
 
-    def outlives(self, state: State, error: BlockKVError) -> bool:
+    def _outlives(self, state: State, error: BlockKVError) -> bool:
         """Whether a read that ended with `error` is only a miss, because others than `state` go on."""
 
 
@@ -130,7 +132,7 @@ class PartRead:
     """Where in the part each segment of the target begins."""
 
 
-def _targets(
+def targets(
     positions: Sequence[int], layouts: Sequence[Layout], outputs: Sequence[Any] | None
 ) -> tuple[Sequence[tuple[Any, Described] | None], dict[int, BlockKVError]]:
     """What is returned of each and where it is read to, and errors by position."""
@@ -183,7 +185,7 @@ class PartCall:
                 self.errors[position] = error
             else:
                 positions.append(position)
-        self._chunks = source.lease_chunks(digests)
+        self._chunks = source._lease_chunks(digests)
         try:
             self._prepare(positions, parts, kv_layout, outputs)
         except BaseException:
@@ -204,7 +206,7 @@ class PartCall:
                     found.append((position, chunk, chunk.plan(kv_layout, parts[position])))
             except BlockKVError as error:
                 self.errors[position] = error
-        into, errors = _targets(
+        into, errors = targets(
             [position for position, _, _ in found],
             [plan.layout for _, _, plan in found],
             None if outputs is None else [outputs[position] for position, _, _ in found],
@@ -221,7 +223,7 @@ class PartCall:
         release(self._chunks)
         for read in self.reads:
             if read.error is not None:
-                if not self._source.outlives(read.chunk.state, read.error):
+                if not self._source._outlives(read.chunk.state, read.error):
                     self.errors[read.position] = read.error
             elif not read.failure:
                 self.results[read.position] = read.value
@@ -405,18 +407,27 @@ def in_waves(reads: Sequence[PartRead]) -> Iterator[list[PartRead]]:
 
     Lists of different devices take turns.
     """
-    waves: dict[int, list[list[PartRead]]] = {}
-    filled: dict[int, int] = {}
-    for read in reads:
-        device = id(read.chunk.state)
-        of_device = waves.setdefault(device, [])
-        if not of_device or filled[device] + read.plan.read_bytes > WAVE_BYTES:
-            of_device.append([])
-            filled[device] = 0
-        of_device[-1].append(read)
-        filled[device] += read.plan.read_bytes
-    for turn in itertools.zip_longest(*waves.values()):
+    turns = []
+    for of_device in by_device(reads):
+        waves: list[list[PartRead]] = []
+        left = 0
+        for read in of_device:
+            if not waves or read.plan.read_bytes > left:
+                waves.append([])
+                left = WAVE_BYTES
+            waves[-1].append(read)
+            left -= read.plan.read_bytes
+        turns.append(waves)
+    for turn in itertools.zip_longest(*turns):
         yield from (wave for wave in turn if wave)
+
+
+def by_device(reads: Sequence[PartRead]) -> list[list[PartRead]]:
+    """`reads` in one list for each device."""
+    found: dict[int, list[PartRead]] = {}
+    for read in reads:
+        found.setdefault(id(read.chunk.state), []).append(read)
+    return list(found.values())
 
 
 def _extents(extents: Sequence[Extent], base_bytes: int, run: LeafRun) -> Iterator[tuple[int, int]]:

@@ -71,6 +71,7 @@ from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recov
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.state import Options, State
 from blockkv.tensors import Occupied, Tensors, describe
+from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream
 
 __all__ = ["ChunkInfo", "Store", "StoreFuture", "open_store"]
 
@@ -378,6 +379,39 @@ class Store:
                 self._leave()
                 raise
         return future
+
+    def stream(
+        self,
+        keys: Iterable[Key],
+        order: str = "layers",
+        *,
+        layout: KVLayout,
+        part: Part = WHOLE,
+        into: Into | None = None,
+        lookahead_bytes: int = DEFAULT_LOOKAHEAD_BYTES,
+        preload: bool = False,
+    ) -> PartStream:
+        """Read chunks of one layout part by part, in the order in which they are used: an iterator.
+
+        `order` names the axes to go along, outermost first: "layers", "heads", "layers heads". Each step
+        gives (number, tensors): a layer, and for each key its part of that layer, as `get` would; with
+        several axes a tuple of numbers. The chunks begin to be read at once, ahead of what was handed over by
+        at most `lookahead_bytes`. With `part` only that of each is read.
+
+        The tensors are in memory of the stream, which is used again when the piece after them is asked for;
+        or where `into` says, called with (number, position of the key) before that part is read.
+
+        The prefix of `keys` that is stored is streamed. A chunk with a part that does not verify ends it:
+        from then on there are tensors for the keys before it only, and `valid_keys` says how many those are.
+        No miss and no device that is lost raises while one iterates; `problem` tells of the latter.
+
+        The chunks are leased until the stream is exhausted or closed: it is a context manager. `preload`: as
+        of `get`, until `promote`.
+
+        Raises InvalidArgument (order, a look-ahead too small for one piece), LayoutMismatch, StoreClosed.
+        """
+        self._check_open()
+        return PartStream(self, several_keys(keys), order, layout, part, into, lookahead_bytes, preload)
 
     # -- the catalog -----------------------------------------------------------------------------------
 
@@ -781,14 +815,14 @@ class Store:
                 finish()
         return future
 
-    def lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
+    def _lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
         """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
         chunks = lease(self._state, digests)
         with self._state.lock:
             self._state.counters["get_misses"] += chunks.count(None)
         return chunks
 
-    def outlives(self, state: State, error: BlockKVError) -> bool:
+    def _outlives(self, state: State, error: BlockKVError) -> bool:
         """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
         return False
 

@@ -41,7 +41,17 @@ from blockkv.testing import Crash, Fault, FaultKind, FaultPlan, OperationKind, S
 
 SIZE_BYTES = 32 << 20
 PATIENCE_S = 60
-LINKED = ("__contains__", "__enter__", "__exit__", "get", "get_many", "put", "put_many", "submit_put")
+LINKED = (
+    "__contains__",
+    "__enter__",
+    "__exit__",
+    "get",
+    "get_many",
+    "put",
+    "put_many",
+    "stream",
+    "submit_put",
+)
 """What the array has from `Store`, because it only calls what the array has itself."""
 
 

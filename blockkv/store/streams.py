@@ -1,0 +1,434 @@
+"""Streams: the parts of many chunks in the order in which a model computes, each as soon as it is verified.
+
+    with store.stream(keys, "layers", layout=layout, lookahead_bytes=64 << 20) as stream:
+        for layer, tensors in stream:          # tensors[i]: that layer of keys[i]
+            attend(layer, tensors)
+    usable = stream.valid_keys                 # what of the prefix has come whole
+
+Invariants
+  * all chunks of the prefix are leased until the stream ends, so nothing of it is evicted half-way;
+  * what was asked for and not yet handed over takes at most `lookahead_bytes`, scratch included;
+  * a key whose part is missing or does not verify, and all keys behind it, are left out from then on. Nothing
+    is raised for it: the prefix is shorter, as it is for a miss.
+
+Not here: reading a part (`part_gets`), which leaves it needs (`part_plan`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from blockkv import memory
+from blockkv.catalog.layouts import Layout, torch_dtype
+from blockkv.device.base import Priority
+from blockkv.errors import BlockKVError, InvalidArgument
+from blockkv.format.record import key_digest
+from blockkv.kv_layout import KVLayout, Part
+from blockkv.store.interrupts import interrupts
+from blockkv.store.keys import Key, encode_key
+from blockkv.store.part_gets import ChunkSource, Leased, PartBatch, PartRead, by_device, release, targets
+from blockkv.store.part_plan import PartPlan
+from blockkv.tensors import TENSOR_ALIGNMENT_BYTES, Described
+
+__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream"]
+
+DEFAULT_LOOKAHEAD_BYTES = 64 << 20
+"""What a drive of 7 GB/s delivers in 9 ms: more than a queue of 32 MiB, so that it never runs empty."""
+ORDERABLE = ("layers", "kv", "tokens", "heads")
+TOLERATED_EXCESS = 9 / 8
+"""Of bytes read to bytes wanted. Above it pieces that share leaves are read together."""
+PLACE_BYTES = 4096
+"""Each key's part begins on a multiple of it in our memory: what direct I/O asks for on any device."""
+
+Into = Callable[[Any, int], Any]
+"""Called with the numbers of a piece and the position of a key: where that part goes."""
+
+
+class StreamSource(ChunkSource, Protocol):
+    """What a stream needs of a store: that it stays open while the device works."""
+
+    def _enter(self) -> None:
+        """An operation begins. Raises StoreClosed."""
+
+    def _leave(self) -> None:
+        """It is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is handed over at once: `numbers` along the axes of the order."""
+
+    numbers: tuple[int, ...]
+    part: Part
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory for one group of pieces at a time; none where it goes into the caller's."""
+
+    tensor: Any = None
+    places: dict[Layout, list[tuple[dict[str, Any], Described]]] = field(default_factory=dict)
+    """For each layout of a part what is read for each key, made when it is first needed."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Pieces that are read together, because they share leaves."""
+
+    pieces: list[_Piece]
+    part: Part
+    plan: PartPlan
+    slot: _Slot | None = None
+    reads: list[PartRead] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    pending_count: int = 0
+
+
+class PartStream(Iterator[tuple[Any, list[Any]]]):
+    """Hands over (number, tensors) in order; see `Store.stream`. Close it, or use it as a context manager.
+
+    Used by one thread at a time; `close` may be called from any other.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        keys: Sequence[Key],
+        order: str,
+        layout: KVLayout,
+        part: Part,
+        into: Into | None,
+        lookahead_bytes: int,
+        preload: bool,
+    ) -> None:
+        self._source = source
+        self._layout = layout
+        self._into = into
+        self._priority = Priority.PRELOAD if preload else Priority.LOAD
+        self._condition = threading.Condition()
+        self._closed = False
+        self._current: _Group | None = None
+        self._current_piece_index = 0
+        self._started: deque[_Group] = deque()
+        self._chunks: list[Leased] = []
+        self._axes = _axes(order)
+        self.problem: BlockKVError | None = None
+        """What ended the stream beside missing and damaged chunks: a lost device, a closed store."""
+        self.peak_bytes = 0
+        """The most that was asked for and not handed over yet, at any time."""
+        digests = [key_digest(encode_key(key)) for key in keys]
+        pieces = _pieces(layout, part, self._axes)
+        found = source._lease_chunks(digests)
+        self._chunks = list(itertools.takewhile(lambda chunk: chunk is not None, found))  # type: ignore[arg-type]
+        release(found[len(self._chunks) :])
+        self._valid_keys = len(self._chunks)
+        try:
+            groups = self._grouped(pieces, lookahead_bytes) if self._chunks else []
+            self._waiting = deque(groups)
+            self._slots = self._make_slots(groups, lookahead_bytes)
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def valid_keys(self) -> int:
+        """How many keys, from the first on, are stored and have verified so far: what the prefix is worth.
+
+        Final when the stream is over.
+        """
+        return self._valid_keys
+
+    def promote(self) -> None:
+        """What is read from now on is served as a load, not as a preload: somebody waits for it."""
+        self._priority = Priority.LOAD
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Any, list[Any]]:
+        """The next piece: its number along the order (a tuple of several axes), and each valid key's part.
+
+        Memory of ours is used again once the piece after it was asked for.
+        """
+        group = self._current
+        if group is None or self._current_piece_index + 1 == len(group.pieces):
+            group = self._next_group()
+            self._current_piece_index = 0
+        else:
+            self._current_piece_index += 1
+        if group is None or not self._valid_keys:
+            self.close()
+            raise StopIteration
+        piece = group.pieces[self._current_piece_index]
+        tensors = [self._cut(group, piece, value) for value in group.values[: self._valid_keys]]
+        return _said(piece.numbers), tensors
+
+    def close(self) -> None:
+        """Wait for what the device is reading, start nothing more, give the leases back. Idempotent."""
+        with self._condition:
+            self._closed = True
+            self._condition.wait_for(lambda: not any(group.pending_count for group in self._started))
+            chunks, self._chunks = self._chunks, []
+            self._started.clear()
+        release(chunks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _next_group(self) -> _Group | None:
+        """Let go of the group that was handed over and wait for the one after it."""
+        with self._condition:
+            if self._current is not None:
+                assert self._current.slot is not None
+                self._slots.append(self._current.slot)
+                self._current = None
+            if self._closed or not self._started:
+                return None
+            group = self._started[0]
+            self._condition.wait_for(lambda: not group.pending_count)
+            if self._closed:
+                return None
+            self._current = self._started.popleft()
+        self._start()
+        return group
+
+    def _start(self) -> None:
+        """Ask for as many groups as there is memory for."""
+        while self._waiting and self._valid_keys:
+            with self._condition:
+                # One slot is for what the caller has in hands.
+                free = len(self._slots) - (self._current is None)
+                if self._closed or free < 1:
+                    return
+                group = self._waiting.popleft()
+                group.slot = self._slots.pop()
+                group.pending_count = 1  # until all of it is asked for, so that `close` waits for that
+                self._started.append(group)
+                asked = sum(self._cost_bytes(one.plan) for one in self._started)
+                self.peak_bytes = max(self.peak_bytes, asked)
+            try:
+                self._submit(group)
+            finally:
+                self._over(group)
+
+    def _submit(self, group: _Group) -> None:
+        chunks = self._chunks[: self._valid_keys]
+        found = self._places(group, len(chunks))
+        group.values = [value for value, _ in found]
+        group.reads = [
+            PartRead(position, chunk, group.plan, described, None)
+            for position, (chunk, (_, described)) in enumerate(zip(chunks, found, strict=True))
+        ]
+        batches = [PartBatch(reads, self._priority) for reads in by_device(group.reads)]
+        with interrupts:
+            for batch in batches:
+                try:
+                    self._source._enter()
+                except BlockKVError as error:
+                    self._end(error)
+                    return
+                with self._condition:
+                    group.pending_count += 1
+                batch.submit(lambda batch=batch: self._arrived(group, batch))  # type: ignore[misc]
+
+    def _arrived(self, group: _Group, batch: PartBatch) -> None:
+        for read in batch.reads:
+            if read.error is not None and not self._source._outlives(read.chunk.state, read.error):
+                self._end(read.error)
+            elif read.failure:
+                with self._condition:
+                    self._valid_keys = min(self._valid_keys, read.position)
+        self._source._leave()
+        self._over(group)
+
+    def _over(self, group: _Group) -> None:
+        with self._condition:
+            group.pending_count -= 1
+            self._condition.notify_all()
+
+    def _end(self, error: BlockKVError) -> None:
+        with self._condition:
+            self.problem = self.problem or error
+            self._valid_keys = 0
+
+    def _places(self, group: _Group, count: int) -> list[tuple[Any, Described]]:
+        """For each key what is handed over of the group, and where it is read to."""
+        if self._into is not None:
+            (piece,) = group.pieces
+            outputs = [self._into(_said(piece.numbers), position) for position in range(count)]
+            found, errors = targets(range(count), [group.plan.layout] * count, outputs)
+            for error in errors.values():
+                raise error
+            return [
+                (output, target[1])
+                for output, target in zip(outputs, found, strict=True)
+                if target is not None
+            ]
+        assert group.slot is not None
+        layout = group.plan.layout
+        if layout not in group.slot.places:
+            place_bytes = _place_bytes(layout)
+            group.slot.places[layout] = [
+                _place(layout, group.slot.tensor, position * place_bytes)
+                for position in range(len(self._chunks))
+            ]
+        return group.slot.places[layout][:count]
+
+    def _cut(self, group: _Group, piece: _Piece, value: Any) -> Any:
+        """One piece of what was read together for a key."""
+        if self._into is not None:
+            return value
+        tensors = value
+        if len(group.pieces) > 1:
+            axis = self._axes[-1]
+            tensors = {}
+            for array in self._layout.arrays:
+                name = array.name if len(self._layout.arrays) > 1 else ""
+                dim = next((number for number, one in enumerate(array.axes) if one.name == axis), None)
+                if name not in value:
+                    continue
+                if dim is None:
+                    tensors[name] = value[name]
+                    continue
+                first = array.axes[dim].positions(group.part.along(axis)).start
+                wanted = array.axes[dim].positions(piece.part.along(axis))
+                if wanted:
+                    tensors[name] = value[name].narrow(dim, wanted.start - first, len(wanted))
+        return tensors if len(self._layout.arrays) > 1 else next(iter(tensors.values()))
+
+    def _grouped(self, pieces: Sequence[_Piece], lookahead_bytes: int) -> list[_Group]:
+        """The pieces in groups as small as they can be without reading much twice."""
+        best = self._groups_of(pieces, 1)
+        dearest = max(self._cost_bytes(group.plan) for group in best)
+        if dearest > lookahead_bytes:
+            raise InvalidArgument(
+                f"lookahead_bytes is {lookahead_bytes}; one piece of these {len(self._chunks)} chunks takes "
+                f"{dearest}: give at least that, or fewer keys"
+            )
+        wanted_bytes = sum(group.plan.part_bytes for group in best)
+        size = 2
+        while (
+            self._into is None
+            and self._axes[-1] != "kv"
+            and _read_bytes(best) > wanted_bytes * TOLERATED_EXCESS
+            and size < 2 * len(pieces)
+        ):
+            groups = self._groups_of(pieces, size)
+            if 2 * max(self._cost_bytes(group.plan) for group in groups) > lookahead_bytes:
+                break
+            if _read_bytes(groups) < _read_bytes(best):
+                best = groups
+            size *= 2
+        return best
+
+    def _groups_of(self, pieces: Sequence[_Piece], size: int) -> list[_Group]:
+        groups = []
+        for _, alike in itertools.groupby(pieces, lambda piece: piece.numbers[:-1]):
+            row = list(alike)
+            for first in range(0, len(row), size):
+                together = row[first : first + size]
+                part = together[0].part
+                if len(together) > 1:
+                    ends = together[0].numbers[-1], together[-1].numbers[-1] + 1
+                    part = part.narrowed(self._axes[-1], range(*ends))
+                groups.append(_Group(together, part, self._chunks[0].plan(self._layout, part)))
+        for chunk in self._chunks:
+            chunk.plan(self._layout, groups[0].part)  # refuses what is no chunk of the layout
+        return groups
+
+    def _cost_bytes(self, plan: PartPlan) -> int:
+        """Memory that one group takes until it is handed over."""
+        return len(self._chunks) * (_place_bytes(plan.layout) + plan.scratch_bytes)
+
+    def _make_slots(self, groups: Sequence[_Group], lookahead_bytes: int) -> list[_Slot]:
+        if not groups:
+            return []
+        dearest = max(self._cost_bytes(group.plan) for group in groups)
+        count = min(lookahead_bytes // dearest + 1, len(groups) + 1)
+        if self._into is not None:
+            return [_Slot() for _ in range(count)]
+        slot_bytes = len(self._chunks) * max(_place_bytes(group.plan.layout) for group in groups)
+        tensor = memory.empty(count * slot_bytes, _byte_dtype())
+        return [_Slot(slot) for slot in tensor.view(count, slot_bytes).unbind(0)]
+
+
+def _axes(order: str) -> list[str]:
+    axes = order.split()
+    if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(ORDERABLE):
+        raise InvalidArgument(f"order={order!r}; use one or more of {', '.join(ORDERABLE)}, outermost first")
+    return axes
+
+
+def _pieces(layout: KVLayout, part: Part, axes: Sequence[str]) -> list[_Piece]:
+    """All pieces of `part`, in order. Raises InvalidArgument where there are none."""
+    choices = []
+    for axis in axes:
+        wanted = part.along(axis)
+        among = (wanted,) if isinstance(wanted, int) else wanted
+        choices.append([number for number in layout.numbers(axis) if among is None or number in among])
+    found = []
+    for numbers in itertools.product(*choices):
+        one = part
+        for axis, number in zip(axes, numbers, strict=True):
+            one = one.narrowed(axis, number)
+        with contextlib.suppress(InvalidArgument):  # a layer of a hybrid model need not have every head
+            layout.selections(one)
+            found.append(_Piece(numbers, one))
+    if not found:
+        raise InvalidArgument(f"{part} has nothing along {' '.join(axes)} in {layout}")
+    return found
+
+
+def _said(numbers: tuple[int, ...]) -> Any:
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _read_bytes(groups: Sequence[_Group]) -> int:
+    return sum(group.plan.read_bytes for group in groups)
+
+
+def _place_bytes(layout: Layout) -> int:
+    """Memory for one key's part, every array of it aligned."""
+    return _round_up(
+        sum(_round_up(spec.size_bytes, TENSOR_ALIGNMENT_BYTES) for spec in layout.specs), PLACE_BYTES
+    )
+
+
+def _place(layout: Layout, slot: Any, offset_bytes: int) -> tuple[dict[str, Any], Described]:
+    """Tensors for a part, by array, from `offset_bytes` of a slot on."""
+    tensors, segments = {}, []
+    for spec in layout.specs:
+        raw = slot[offset_bytes : offset_bytes + spec.size_bytes]
+        tensors[spec.name] = raw.view(torch_dtype(spec.dtype)).view(spec.shape)
+        segments.append((raw.data_ptr(), spec.size_bytes))
+        offset_bytes += _round_up(spec.size_bytes, TENSOR_ALIGNMENT_BYTES)
+    return tensors, Described(layout, segments, layout.payload_bytes, [slot])
+
+
+def _byte_dtype() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
