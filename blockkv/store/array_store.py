@@ -51,6 +51,7 @@ from blockkv.store.keys import Key, encode_key
 from blockkv.store.member import Member
 from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased
+from blockkv.store.preloads import Preloads
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
 from blockkv.store.state import State
 from blockkv.store.store import (
@@ -166,6 +167,7 @@ class ArrayStore(Store):
         self._inside = threading.local()
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
+        self._preloads = Preloads()
         self._writers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-put", self._go_inside)
         self._readers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-get", self._go_inside)
         _open_arrays.add(self)
@@ -223,16 +225,21 @@ class ArrayStore(Store):
         preload: bool = False,
         deadline_s: float | None = None,
     ) -> StoreFuture[Any]:
-        deadline_ns = due_ns(deadline_s)  # refuses what is none, also where no member is asked
         if layout is not None or part is not None:
-            return self._submit_part(key, out, part, layout, preload, deadline_ns)
+            return super().submit_get(
+                key, out, part=part, layout=layout, preload=preload, deadline_s=deadline_s
+            )
+        due_ns(deadline_s)  # refuses what is none, also where no member is asked
         future: StoreFuture[Any] = StoreFuture()
-        future.set_running_or_notify_cancel()
         miss = None if out is None else False
         digest = key_digest(encode_key(key))
 
         def finish(inner: Future[Any]) -> None:
             assert member is not None
+            if inner.cancelled():
+                self._leave()
+                future.withdrawn()
+                return
             error = inner.exception()
             if isinstance(error, BlockKVError) and self._lose_if_gone(member, error):
                 self._count("get_member_lost")
@@ -257,6 +264,7 @@ class ArrayStore(Store):
                 self._leave()
                 raise
             if inner is not None:
+                future.withdraw = inner.cancel
                 inner.add_done_callback(finish)
             else:
                 self._count_miss(digest)
@@ -469,6 +477,8 @@ class ArrayStore(Store):
     def _close(self) -> None:
         if self._executor is not None and not self._closed:
             self._executor.shutdown()  # puts that were submitted are carried out
+        for store in (self, *(member.store for member in self._members)):
+            store._preloads.withdraw_all()
         with self._lock:
             if self._closed:
                 return

@@ -66,6 +66,7 @@ from blockkv.store.keys import Key, encode_key
 from blockkv.store.log import write_superblock
 from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, lease
+from blockkv.store.preloads import Preloads
 from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
@@ -93,7 +94,25 @@ T = TypeVar("T")
 
 
 class StoreFuture(Future[T]):
-    """A `concurrent.futures.Future` that can also be awaited in asyncio."""
+    """A `concurrent.futures.Future` that can also be awaited in asyncio.
+
+    `cancel` works on a put or a preload that has not begun: the device has nothing of it, nor will it.
+    """
+
+    def __init__(self, withdraw: Callable[[], bool] | None = None) -> None:
+        """`withdraw` takes it back, calls `withdrawn` and says whether it could, where that is possible."""
+        super().__init__()
+        self.withdraw = withdraw
+
+    def cancel(self) -> bool:
+        if self.withdraw is None:
+            return super().cancel()
+        return self.cancelled() or self.withdraw()
+
+    def withdrawn(self) -> None:
+        """It will not be carried out; inside."""
+        super().cancel()
+        self.set_running_or_notify_cancel()
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio
@@ -117,6 +136,19 @@ class ChunkInfo:
     """Path of the device that holds it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A get in the background."""
+
+    key: Key
+    out: Any
+    parts: Sequence[Part]
+    """The one that is wanted, with `layout`; none of a whole chunk."""
+    layout: KVLayout | None
+    preload: bool
+    deadline_ns: int
+
+
 _open_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 """Stores to close at exit, to give up in a forked child, and to compare identities with."""
 
@@ -138,6 +170,7 @@ class Store:
         """`count` of the store's own operations that this thread is in: closing would wait for itself."""
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
+        self._preloads = Preloads()
         self._scrub: Scrub | None = None
         if not self.read_only and options.commit_interval_ms is not None:
             self._state.log.start(options.commit_interval_ms / 1000)
@@ -351,13 +384,59 @@ class Store:
     ) -> StoreFuture[Any]:
         """`get` in the background: no thread waits for it. The future can be waited for or awaited.
 
-        Its callbacks run on the device's completion thread and must not block.
+        Its callbacks run on the device's completion thread and must not block. A `preload` can be cancelled
+        until it is handed to the device, which gets a few at a time; closing the store cancels those left.
         """
         deadline_ns = due_ns(deadline_s)
-        if layout is not None or part is not None:
-            return self._submit_part(key, out, part, layout, preload, deadline_ns)
-        future: StoreFuture[Any] = StoreFuture()
-        future.set_running_or_notify_cancel()
+        wish = _Wish(key, out, wanted_parts(part, layout, 1), layout, preload, deadline_ns)
+        with interrupts:
+            self._enter()
+            future: StoreFuture[Any] = StoreFuture()
+            if preload:
+                self._enqueue_preload(wish, future)
+                return future
+            future.set_running_or_notify_cancel()
+            try:
+                self._begin_get(wish, future)
+            except BaseException:
+                self._leave()
+                raise
+        return future
+
+    def _enqueue_preload(self, wish: _Wish, future: StoreFuture[Any]) -> None:
+        size_bytes = self._wished_bytes(wish)
+
+        def begin() -> None:
+            future.set_running_or_notify_cancel()
+            try:
+                self._begin_get(wish, future, lambda: self._preloads.ended(size_bytes))
+            except BaseException as error:
+                self._leave()
+                future.set_exception(error)
+                self._preloads.ended(size_bytes)
+
+        def withdrawn() -> None:
+            self._leave()
+            future.withdrawn()
+
+        ticket = self._preloads.add(size_bytes, begin, withdrawn)
+        future.withdraw = lambda: self._preloads.withdraw(ticket)
+        self._preloads.advance()
+
+    def _wished_bytes(self, wish: _Wish) -> int:
+        """About how much is read for it; 0 for what is not there, or cannot be."""
+        try:
+            if wish.layout is not None:
+                return sum(one.size_bytes for one in wish.layout.selections(wish.parts[0]))
+            entry = self.entry(wish.key)
+        except BlockKVError:
+            return 0
+        return 0 if entry is None else entry.payload_bytes
+
+    def _begin_get(
+        self, wish: _Wish, future: StoreFuture[Any], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start a get that has been entered; when it is over it is left, the future is set, `then` called."""
 
         def finish(problem: BaseException | None) -> None:
             self._leave()
@@ -367,18 +446,31 @@ class Store:
                 future.set_exception(problem)
             else:
                 future.set_result(run.results[0])
+            then()
 
-        with interrupts:
-            self._enter()
+        run: GetRun | PartCall
+        if wish.layout is None:
             run = GetRun(
-                self._state, 1, out is not None, preload=preload, deadline_ns=deadline_ns, then=finish
+                self._state,
+                1,
+                wish.out is not None,
+                preload=wish.preload,
+                deadline_ns=wish.deadline_ns,
+                then=finish,
             )
-            try:
-                run.submit(key, out)
-            except BaseException:
-                self._leave()
-                raise
-        return future
+            run.submit(wish.key, wish.out)
+            return
+        outputs = None if wish.out is None else [wish.out]
+        run = call = PartCall(self, [wish.key], wish.parts, wish.layout, outputs)
+
+        def settle() -> None:
+            call.settle()
+            finish(None)
+
+        if call.reads:
+            PartBatch(call.reads, priority_of(wish.preload), wish.deadline_ns).submit(settle)
+        else:
+            settle()
 
     def stream(
         self,
@@ -697,6 +789,7 @@ class Store:
         state = self._state
         if self._executor is not None and not self._closed:
             self._executor.shutdown()  # puts that were submitted are carried out
+        self._preloads.withdraw_all()
         with state.lock:
             if self._closed:
                 return
@@ -774,46 +867,10 @@ class Store:
         with self._operation():
             call = PartCall(self, keys, parts, layout, outputs)
             try:
-                carry_out(call.reads, Priority.PRELOAD if preload else Priority.LOAD, deadline_ns)
+                carry_out(call.reads, priority_of(preload), deadline_ns)
             finally:
                 call.settle()
         return call.results, call.errors
-
-    def _submit_part(
-        self,
-        key: Key,
-        out: Any,
-        part: Part | None,
-        layout: KVLayout | None,
-        preload: bool,
-        deadline_ns: int,
-    ) -> StoreFuture[Any]:
-        future: StoreFuture[Any] = StoreFuture()
-        future.set_running_or_notify_cancel()
-        parts = wanted_parts(part, layout, 1)
-        assert layout is not None
-
-        def finish() -> None:
-            call.settle()
-            self._leave()
-            if call.errors:
-                future.set_exception(call.errors[0])
-            else:
-                future.set_result(call.results[0])
-
-        with interrupts:
-            self._enter()
-            try:
-                call = PartCall(self, [key], parts, layout, None if out is None else [out])
-            except BaseException:
-                self._leave()
-                raise
-            if call.reads:
-                batch = PartBatch(call.reads, Priority.PRELOAD if preload else Priority.LOAD, deadline_ns)
-                batch.submit(finish)
-            else:
-                finish()
-        return future
 
     def _lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
         """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
@@ -943,6 +1000,11 @@ def due_ns(deadline_s: float | None) -> int:
 def left_s(deadline_ns: int) -> float | None:
     """Seconds until a moment that `due_ns` gave."""
     return max(0, deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
+
+
+def priority_of(preload: bool) -> Priority:
+    """The class of a get."""
+    return Priority.PRELOAD if preload else Priority.LOAD
 
 
 def wanted_parts(part: Part | Sequence[Part] | None, layout: KVLayout | None, count: int) -> list[Part]:
