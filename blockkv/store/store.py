@@ -105,6 +105,7 @@ class StoreFuture(Future[T]):
         self.withdraw = withdraw
 
     def cancel(self) -> bool:
+        """Take it back; False where it has begun."""
         if self.withdraw is None:
             return super().cancel()
         return self.cancelled() or self.withdraw()
