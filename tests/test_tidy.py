@@ -117,7 +117,7 @@ def keep_newlines(match: re.Match[str]) -> str:
 
 
 def python_sources() -> dict[Path, ast.Module]:
-    folders = {"blockkv", "native", "tools", "tests"}
+    folders = {"blockkv", "native", "tools", "examples", "tests"}
     return {
         path: ast.parse(text)
         for path, text in texts().items()

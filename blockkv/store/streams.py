@@ -123,6 +123,8 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         """What ended the stream beside missing and damaged chunks: a lost device, a closed store."""
         self.peak_bytes = 0
         """The most that was asked for and not handed over yet, at any time."""
+        self.memory_bytes = 0
+        """What it has for the pieces, in hand and ahead; scratch for the edges of leaves comes on top."""
         digests = [key_digest(encode_key(key)) for key in keys]
         pieces = _pieces(layout, part, self._axes)
         found = source._lease_chunks(digests)
@@ -367,7 +369,8 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         if self._into is not None:
             return [_Slot() for _ in range(count)]
         slot_bytes = len(self._chunks) * max(_place_bytes(group.plan.layout) for group in groups)
-        tensor = memory.empty(count * slot_bytes, _byte_dtype())
+        self.memory_bytes = count * slot_bytes
+        tensor = memory.empty(self.memory_bytes, _byte_dtype())
         return [_Slot(slot) for slot in tensor.view(count, slot_bytes).unbind(0)]
 
 
