@@ -64,6 +64,7 @@ from blockkv.store.store import (
     several_keys,
 )
 from blockkv.tensors import Occupied, Tensors
+from blockkv.store.streams import StreamMemory
 
 __all__ = ["ArrayStore"]
 
@@ -168,6 +169,7 @@ class ArrayStore(Store):
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
+        self._stream_memory = StreamMemory()
         self._writers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-put", self._go_inside)
         self._readers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-get", self._go_inside)
         _open_arrays.add(self)

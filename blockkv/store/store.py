@@ -72,7 +72,7 @@ from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recov
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.state import Options, State
 from blockkv.tensors import Occupied, Tensors, describe
-from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream
+from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamMemory
 
 __all__ = ["ChunkInfo", "Store", "StoreFuture", "open_store"]
 
@@ -172,6 +172,7 @@ class Store:
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
+        self._stream_memory = StreamMemory()
         self._scrub: Scrub | None = None
         if not self.read_only and options.commit_interval_ms is not None:
             self._state.log.start(options.commit_interval_ms / 1000)
@@ -491,8 +492,9 @@ class Store:
         several axes a tuple of numbers. The chunks begin to be read at once, ahead of what was handed over by
         at most `lookahead_bytes`. With `part` only that of each is read.
 
-        The tensors are in memory of the stream, which is used again when the piece after them is asked for;
-        or where `into` says, called with (number, position of the key) before that part is read.
+        The tensors are in memory of the stream, which is used again when the piece after them is asked for,
+        and when it ends; or where `into` says, called with (number, position of the key) before that part is
+        read.
 
         The prefix of `keys` that is stored is streamed. A chunk with a part that does not verify ends it:
         from then on there are tensors for the keys before it only, and `valid_keys` says how many those are.
@@ -504,7 +506,17 @@ class Store:
         Raises InvalidArgument (order, a look-ahead too small for one piece), LayoutMismatch, StoreClosed.
         """
         self._check_open()
-        return PartStream(self, several_keys(keys), order, layout, part, into, lookahead_bytes, preload)
+        return PartStream(
+            self,
+            self._stream_memory,
+            several_keys(keys),
+            order,
+            layout,
+            part,
+            into,
+            lookahead_bytes,
+            preload,
+        )
 
     # -- the catalog -----------------------------------------------------------------------------------
 

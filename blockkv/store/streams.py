@@ -37,10 +37,12 @@ from blockkv.store.part_gets import ChunkSource, Leased, PartBatch, PartRead, by
 from blockkv.store.part_plan import PartPlan
 from blockkv.tensors import TENSOR_ALIGNMENT_BYTES, Described
 
-__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream"]
+__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream", "StreamMemory"]
 
 DEFAULT_LOOKAHEAD_BYTES = 64 << 20
 """What a drive of 7 GB/s delivers in 9 ms: more than a queue of 32 MiB, so that it never runs empty."""
+KEPT_BYTES = 256 << 20
+"""Memory of streams that are over, kept for the next ones."""
 ORDERABLE = ("layers", "kv", "tokens", "heads")
 TOLERATED_EXCESS = 9 / 8
 """Of bytes read to bytes wanted. Above it pieces that share leaves are read together."""
@@ -85,10 +87,39 @@ class _Group:
     pieces: list[_Piece]
     part: Part
     plan: PartPlan
+    cost_bytes: int
+    """Memory that it takes until it is handed over, for all keys."""
     slot: _Slot | None = None
     reads: list[PartRead] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     pending_count: int = 0
+
+
+class StreamMemory:
+    """Memory of streams that are over, for those to come: making it, and making it known to the device, takes
+    longer than reading the first layers. Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Any] = []
+
+    def take(self, size_bytes: int) -> Any:
+        """Bytes of any content, at least that many."""
+        with self._lock:
+            fits = [one for one in self._kept if size_bytes <= one.nbytes <= 2 * size_bytes]
+            if fits:
+                best = min(fits, key=lambda one: int(one.nbytes))
+                self._kept = [one for one in self._kept if one is not best]
+                return best
+        return memory.empty(size_bytes, _byte_dtype())
+
+    def give_back(self, tensor: Any) -> None:
+        """What `take` gave is not used any more. The oldest is let go where that is too much."""
+        with self._lock:
+            self._kept.append(tensor)
+            while sum(one.nbytes for one in self._kept) > KEPT_BYTES:
+                self._kept.pop(0)
 
 
 class PartStream(Iterator[tuple[Any, list[Any]]]):
@@ -100,6 +131,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
     def __init__(
         self,
         source: StreamSource,
+        pool: StreamMemory,
         keys: Sequence[Key],
         order: str,
         layout: KVLayout,
@@ -109,6 +141,8 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         preload: bool,
     ) -> None:
         self._source = source
+        self._pool = pool
+        self._memory: Any = None
         self._layout = layout
         self._into = into
         self._priority = Priority.PRELOAD if preload else Priority.LOAD
@@ -158,7 +192,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
     def __next__(self) -> tuple[Any, list[Any]]:
         """The next piece: its number along the order (a tuple of several axes), and each valid key's part.
 
-        Memory of ours is used again once the piece after it was asked for.
+        Memory of ours is used again once the piece after it is asked for, and when the stream is closed.
         """
         group = self._current
         if group is None or self._current_piece_index + 1 == len(group.pieces):
@@ -179,7 +213,10 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
             self._closed = True
             self._condition.wait_for(lambda: not any(group.pending_count for group in self._started))
             chunks, self._chunks = self._chunks, []
+            pooled, self._memory = self._memory, None
             self._started.clear()
+        if pooled is not None:
+            self._pool.give_back(pooled)
         release(chunks)
 
     def __enter__(self) -> Self:
@@ -225,8 +262,8 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
                 group.slot = self._slots.pop()
                 group.pending_count = 1  # until all of it is asked for, so that `close` waits for that
                 self._started.append(group)
-                asked = sum(self._cost_bytes(one.plan) for one in self._started)
-                self.peak_bytes = max(self.peak_bytes, asked)
+                asked_bytes = sum(one.cost_bytes for one in self._started)
+                self.peak_bytes = max(self.peak_bytes, asked_bytes)
             try:
                 self._submit(group)
             finally:
@@ -320,7 +357,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
     def _grouped(self, pieces: Sequence[_Piece], lookahead_bytes: int) -> list[_Group]:
         """The pieces in groups as small as they can be without reading much twice."""
         best = self._groups_of(pieces, 1)
-        dearest = max(self._cost_bytes(group.plan) for group in best)
+        dearest = max(group.cost_bytes for group in best)
         if dearest > lookahead_bytes:
             raise InvalidArgument(
                 f"lookahead_bytes is {lookahead_bytes}; one piece of these {len(self._chunks)} chunks takes "
@@ -335,7 +372,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
             and size < 2 * len(pieces)
         ):
             groups = self._groups_of(pieces, size)
-            if 2 * max(self._cost_bytes(group.plan) for group in groups) > lookahead_bytes:
+            if 2 * max(group.cost_bytes for group in groups) > lookahead_bytes:
                 break
             if _read_bytes(groups) < _read_bytes(best):
                 best = groups
@@ -352,26 +389,24 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
                 if len(together) > 1:
                     ends = together[0].numbers[-1], together[-1].numbers[-1] + 1
                     part = part.narrowed(self._axes[-1], range(*ends))
-                groups.append(_Group(together, part, self._chunks[0].plan(self._layout, part)))
+                plan = self._chunks[0].plan(self._layout, part)
+                cost_bytes = len(self._chunks) * (_place_bytes(plan.layout) + plan.scratch_bytes)
+                groups.append(_Group(together, part, plan, cost_bytes))
         for chunk in self._chunks:
             chunk.plan(self._layout, groups[0].part)  # refuses what is no chunk of the layout
         return groups
 
-    def _cost_bytes(self, plan: PartPlan) -> int:
-        """Memory that one group takes until it is handed over."""
-        return len(self._chunks) * (_place_bytes(plan.layout) + plan.scratch_bytes)
-
     def _make_slots(self, groups: Sequence[_Group], lookahead_bytes: int) -> list[_Slot]:
         if not groups:
             return []
-        dearest = max(self._cost_bytes(group.plan) for group in groups)
+        dearest = max(group.cost_bytes for group in groups)
         count = min(lookahead_bytes // dearest + 1, len(groups) + 1)
         if self._into is not None:
             return [_Slot() for _ in range(count)]
         slot_bytes = len(self._chunks) * max(_place_bytes(group.plan.layout) for group in groups)
         self.memory_bytes = count * slot_bytes
-        tensor = memory.empty(self.memory_bytes, _byte_dtype())
-        return [_Slot(slot) for slot in tensor.view(count, slot_bytes).unbind(0)]
+        self._memory = self._pool.take(self.memory_bytes)
+        return [_Slot(slot) for slot in self._memory[: self.memory_bytes].view(count, slot_bytes).unbind(0)]
 
 
 def _axes(order: str) -> list[str]:
