@@ -15,6 +15,7 @@ import errno
 import itertools
 import logging
 import threading
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +28,25 @@ from numpy.typing import NDArray
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout
 from blockkv.device.base import UNIT_BYTES, Batch, Direction, Priority, device_error
-from blockkv.errors import BlockKVError, DeviceLost, InvalidArgument
+from blockkv.errors import BlockKVError, DeviceLost
 from blockkv.format.geometry import leaf_bytes_for
 from blockkv.format.record import key_digest
 from blockkv.kv_layout import KVLayout, Part
-from blockkv.memory import aligned_memory
+from blockkv.memory import aligned_memory, unwritable
 from blockkv.space.allocator import Extent
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.part_plan import Copy, LeafRun, PartPlan, check_stored, plan_part
 from blockkv.store.state import State
 from blockkv.store.verify import Verifier, is_damage
-from blockkv.tensors import Described, Segment, allocate, describe_output, overlapping, read_only
+from blockkv.tensors import (
+    Described,
+    Occupied,
+    Pieces,
+    Segment,
+    allocate,
+    describe_outputs,
+    read_only_error,
+)
 
 __all__ = [
     "COUNTERS",
@@ -83,20 +92,21 @@ class Leased:
 
 def lease(state: State, digests: Sequence[bytes]) -> list[Leased | None]:
     """Lease the chunks with these digests; None for each that is not there. Counts as a use."""
+    chunks: list[Leased | None] = [None] * len(digests)
     with state.lock:
-        entries = [state.index.at(place) if place else None for place in state.index.acquire(digests)]
-        return [
-            None if entry is None else Leased(state, entry, state.layouts[entry.layout_id], entry.leaves)
-            for entry in entries
-        ]
+        found = state.index.acquire(digests)
+        for position, place, layout_id in zip(found.positions, found.places, found.layout_ids, strict=True):
+            entry = state.index.at(place)
+            chunks[position] = Leased(state, entry, state.layouts[layout_id], entry.leaves)
+    return chunks
 
 
 def release(chunks: Sequence[Leased | None]) -> None:
     """Give leases back; None among them is passed over."""
-    held: dict[int, tuple[State, list[int]]] = {}
+    held: dict[int, tuple[State, array[int]]] = {}
     for chunk in chunks:
         if chunk is not None:
-            held.setdefault(id(chunk.state), (chunk.state, []))[1].append(chunk.entry.place)
+            held.setdefault(id(chunk.state), (chunk.state, array("I")))[1].append(chunk.entry.place)
     for state, places in held.values():
         with state.lock:
             state.release(places)
@@ -136,26 +146,34 @@ def targets(
     positions: Sequence[int], layouts: Sequence[Layout], outputs: Sequence[Any] | None
 ) -> tuple[Sequence[tuple[Any, Described] | None], dict[int, BlockKVError]]:
     """What is returned of each and where it is read to, and errors by position."""
-    errors: dict[int, BlockKVError] = {}
     if outputs is None:
-        return allocate(layouts), errors
-    found: list[tuple[Any, Described] | None] = []
-    for position, layout, output in zip(positions, layouts, outputs, strict=True):
-        try:
-            found.append((True, describe_output(output, layout)))
-        except BlockKVError as error:
-            errors[position] = error
-            found.append(None)
-    for unfit, complaint in (
-        (read_only, "is memory that is mapped read-only; give memory that can be written to"),
-        (overlapping, "overlaps that of another part of the call; every part needs memory of its own"),
-    ):
-        usable = [number for number, target in enumerate(found) if target is not None]
-        for index in unfit([target[1] for target in found if target is not None]):
-            number = usable[index]
-            errors[positions[number]] = InvalidArgument(f"out= {complaint}")
+        values, pieces = allocate(layouts)
+        return list(zip(values, _described(pieces), strict=True)), {}
+    pieces, unfit = describe_outputs(outputs, layouts, Occupied())
+    fit = iter(_described(pieces))
+    found: list[tuple[Any, Described] | None] = [
+        None if number in unfit else (True, next(fit)) for number in range(len(outputs))
+    ]
+    for number, target in enumerate(found):
+        # Wherever it is aligned: the ends of a part are copied to where they do not end a sector.
+        if target is not None and unwritable([address for address, _ in target[1].segments]):
+            unfit[number] = read_only_error()
             found[number] = None
-    return found, errors
+    return found, {positions[number]: error for number, error in unfit.items()}
+
+
+def _described(pieces: Pieces) -> Sequence[Described]:
+    """Each of them by itself."""
+    if pieces.described:
+        return pieces.described
+    addresses, sizes = pieces.segments[::2], pieces.segments[1::2]
+    ends = itertools.accumulate(pieces.segment_counts, initial=0)
+    return [
+        Described(layout, list(zip(addresses[first:end], sizes[first:end], strict=True)), size_bytes, [kept])
+        for (first, end), layout, size_bytes, kept in zip(
+            itertools.pairwise(ends), pieces.layouts, pieces.sizes_bytes, pieces.keepalive, strict=True
+        )
+    ]
 
 
 class PartCall:

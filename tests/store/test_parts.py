@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import random
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,8 +201,6 @@ def test_a_chunk_whose_part_was_misread_once_stays(device: SimulatedDevice, open
 
 
 def test_media_errors_drop_the_chunk_and_passing_ones_do_not(device: SimulatedDevice, open_on: Any) -> None:
-    import errno
-
     store = open_on(device)
     store.put_many([(key, torch.randn(8, 2, 2, 128, 128).half()) for key in "ab"], durable=True)
     for code, counter, there in (
@@ -213,8 +215,6 @@ def test_media_errors_drop_the_chunk_and_passing_ones_do_not(device: SimulatedDe
 
 
 def test_a_lost_device_is_told(device: SimulatedDevice, open_on: Any) -> None:
-    import errno
-
     store = open_on(device)
     store.put("a", torch.randn(8, 2, 2, 128, 128).half(), durable=True)
     device.set_plan(FaultPlan.fail(device.operation_count, errno.ENODEV))
@@ -251,6 +251,23 @@ def test_layouts_that_do_not_fit_are_refused(store: blockkv.Store) -> None:
         store.get_many(["k", "k"], [shared, shared], part=Part(layers=1), layout=right)
     with pytest.raises(blockkv.InvalidArgument):
         store.get("", part=Part(layers=1), layout=right)
+    assert not store._state.any_leased()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_memory_that_is_mapped_read_only_is_refused(
+    store: blockkv.Store, image_dir: Path, aligned: bool
+) -> None:
+    store.put("k", torch.zeros(8, 2, 2, 128, 128).half())
+    (image_dir / "file").write_bytes(bytes(1 << 20))
+    with (image_dir / "file").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)[0 if aligned else 64 :]
+    out = memory[: 128 << 10].view(torch.float16).view(1, 2, 2, 128, 128)
+    with pytest.raises(blockkv.InvalidArgument, match="read-only"):
+        store.get("k", out, part=Part(heads=1), layout=HEADS_FIRST)
     assert not store._state.any_leased()
 
 
