@@ -232,7 +232,7 @@ def run_queue(
         fill(store, keys, chunk_bytes)
         # As fast as a model is that computes a chunk in four times what reading it takes.
         outs = list(blockkv.empty((min(len(keys), 64), chunk_bytes), torch.uint8).unbind(0))
-        chunk_s = io_seconds(store, keys[: len(outs)], outs) / len(outs)
+        chunk_s = min(io_seconds(store, keys[: len(outs)], outs) for _ in range(3)) / len(outs)
         work = work_of(requests, 4 * chunk_s, load)
         for _ in range(rounds):
             found += [serve(store, work, layout, preload, queued) for preload in (False, True)]
@@ -281,7 +281,7 @@ def main(
         with blockkv.open(target.path, evict=False) as store:
             fill(store, keys, layout.payload_bytes)
             outs = list(blockkv.empty((chunks, layout.payload_bytes), torch.uint8).unbind(0))
-            io_seconds(store, keys, outs)
+            streamed(store, keys, layout, 0.0, io_seconds(store, keys, outs), lookahead_mib * MEBIBYTE)
             for number in range(rounds):
                 advance("streaming", number)
                 for share in shares:

@@ -63,8 +63,8 @@ from blockkv.store.store import (
     left_s,
     several_keys,
 )
+from blockkv.store.streams import StreamPool
 from blockkv.tensors import Occupied, Tensors
-from blockkv.store.streams import StreamMemory
 
 __all__ = ["ArrayStore"]
 
@@ -169,7 +169,7 @@ class ArrayStore(Store):
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
-        self._stream_memory = StreamMemory()
+        self._stream_pool = StreamPool()
         self._writers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-put", self._go_inside)
         self._readers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-get", self._go_inside)
         _open_arrays.add(self)
@@ -489,6 +489,7 @@ class ArrayStore(Store):
             self._changed.wait_for(lambda: self._active_count == 0)
         self._writers.shutdown()
         self._readers.shutdown()
+        self._stream_pool.end()
         problems: list[BlockKVError] = []
         for member in self._members:
             try:

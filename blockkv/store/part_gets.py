@@ -306,6 +306,7 @@ class PartBatch:
         self._complete()
 
     def _ended(self, then: Callable[[], None]) -> None:
+        self._batch.on_done = None  # or they would hold each other, and whoever waits
         self._judge()
 
         def tell() -> None:

@@ -71,8 +71,8 @@ from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.state import Options, State
+from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamPool
 from blockkv.tensors import Occupied, Tensors, describe
-from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamMemory
 
 __all__ = ["ChunkInfo", "Store", "StoreFuture", "open_store"]
 
@@ -172,7 +172,7 @@ class Store:
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
-        self._stream_memory = StreamMemory()
+        self._stream_pool = StreamPool()
         self._scrub: Scrub | None = None
         if not self.read_only and options.commit_interval_ms is not None:
             self._state.log.start(options.commit_interval_ms / 1000)
@@ -508,7 +508,7 @@ class Store:
         self._check_open()
         return PartStream(
             self,
-            self._stream_memory,
+            self._stream_pool,
             several_keys(keys),
             order,
             layout,
@@ -810,6 +810,7 @@ class Store:
             if self._scrub is not None:
                 self._scrub.stop()
             self._idle.wait_for(lambda: self._active_count == 0)
+        self._stream_pool.end()
         state.stop()
         try:
             if not self.read_only:

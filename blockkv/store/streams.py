@@ -21,6 +21,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -37,7 +38,7 @@ from blockkv.store.part_gets import ChunkSource, Leased, PartBatch, PartRead, by
 from blockkv.store.part_plan import PartPlan
 from blockkv.tensors import TENSOR_ALIGNMENT_BYTES, Described
 
-__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream", "StreamMemory"]
+__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream", "StreamPool"]
 
 DEFAULT_LOOKAHEAD_BYTES = 64 << 20
 """What a drive of 7 GB/s delivers in 9 ms: more than a queue of 32 MiB, so that it never runs empty."""
@@ -95,14 +96,17 @@ class _Group:
     pending_count: int = 0
 
 
-class StreamMemory:
-    """Memory of streams that are over, for those to come: making it, and making it known to the device, takes
-    longer than reading the first layers. Any thread may use it.
+class StreamPool:
+    """What the streams of a store share: memory, and a thread that asks for what comes next.
+
+    Memory of streams that are over is kept for those to come: making it, and making it known to the device,
+    takes longer than reading the first layers. Any thread may use it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[Any] = []
+        self._executor: ThreadPoolExecutor | None = None
 
     def take(self, size_bytes: int) -> Any:
         """Bytes of any content, at least that many."""
@@ -121,6 +125,24 @@ class StreamMemory:
             while sum(one.nbytes for one in self._kept) > KEPT_BYTES:
                 self._kept.pop(0)
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call it on the thread of the pool; at once where that has ended."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "blockkv-stream")
+        try:
+            self._executor.submit(call)
+        except RuntimeError:
+            call()
+
+    def end(self) -> None:
+        """The store is closed."""
+        with self._lock:
+            self._kept.clear()
+            executor = self._executor
+        if executor is not None:
+            executor.shutdown()
+
 
 class PartStream(Iterator[tuple[Any, list[Any]]]):
     """Hands over (number, tensors) in order; see `Store.stream`. Close it, or use it as a context manager.
@@ -131,7 +153,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
     def __init__(
         self,
         source: StreamSource,
-        pool: StreamMemory,
+        pool: StreamPool,
         keys: Sequence[Key],
         order: str,
         layout: KVLayout,
@@ -150,7 +172,10 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         self._closed = False
         self._current: _Group | None = None
         self._current_piece_index = 0
+        self._waiting: deque[_Group] = deque()
         self._started: deque[_Group] = deque()
+        self._feeding = False
+        self._slots: list[_Slot] = []
         self._chunks: list[Leased] = []
         self._axes = _axes(order)
         self.problem: BlockKVError | None = None
@@ -167,9 +192,10 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         self._valid_keys = len(self._chunks)
         try:
             groups = self._grouped(pieces, lookahead_bytes) if self._chunks else []
-            self._waiting = deque(groups)
+            self._waiting.extend(groups)
             self._slots = self._make_slots(groups, lookahead_bytes)
-            self._start()
+            self._feed(1)
+            self._feed_soon()
         except BaseException:
             self.close()
             raise
@@ -240,23 +266,52 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
                 assert self._current.slot is not None
                 self._slots.append(self._current.slot)
                 self._current = None
-            if self._closed or not self._started:
-                return None
-            group = self._started[0]
-            self._condition.wait_for(lambda: not group.pending_count)
-            if self._closed:
+            self._condition.wait_for(self._is_decided)
+            if self._closed or not self._valid_keys or not self._started:
                 return None
             self._current = self._started.popleft()
-        self._start()
-        return group
+        self._feed_soon()
+        return self._current
 
-    def _start(self) -> None:
-        """Ask for as many groups as there is memory for."""
-        while self._waiting and self._valid_keys:
+    def _is_decided(self) -> bool:
+        """Whether the next group is there, or it is sure that there will be none."""
+        if self._closed or not self._valid_keys:
+            return True
+        if self._started:
+            return not self._started[0].pending_count
+        return not self._waiting
+
+    def _feed_soon(self) -> None:
+        """Have what there is memory for asked for, on a thread that nobody waits for."""
+        with self._condition:
+            if self._feeding or not self._has_room():
+                return
+            self._feeding = True
+        self._pool.soon(self._feed_on)
+
+    def _feed_on(self) -> None:
+        while True:
+            try:
+                self._feed(len(self._waiting))
+            except Exception as error:
+                self._end(
+                    error if isinstance(error, BlockKVError) else BlockKVError(f"into failed: {error!r}")
+                )
             with self._condition:
-                # One slot is for what the caller has in hands.
-                free = len(self._slots) - (self._current is None)
-                if self._closed or free < 1:
+                if not self._has_room():
+                    self._feeding = False
+                    return
+
+    def _has_room(self) -> bool:
+        # One slot is for what the caller has in hands.
+        free = len(self._slots) - (self._current is None)
+        return bool(self._waiting and self._valid_keys and not self._closed and free > 0)
+
+    def _feed(self, count: int) -> None:
+        """Ask for at most `count` groups, as far as there is memory. On one thread at a time."""
+        for _ in range(count):
+            with self._condition:
+                if not self._has_room():
                     return
                 group = self._waiting.popleft()
                 group.slot = self._slots.pop()
@@ -296,6 +351,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
             elif read.failure:
                 with self._condition:
                     self._valid_keys = min(self._valid_keys, read.position)
+                    self._condition.notify_all()
         self._source._leave()
         self._over(group)
 
@@ -308,6 +364,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         with self._condition:
             self.problem = self.problem or error
             self._valid_keys = 0
+            self._condition.notify_all()
 
     def _places(self, group: _Group, count: int) -> list[tuple[Any, Described]]:
         """For each key what is handed over of the group, and where it is read to."""
