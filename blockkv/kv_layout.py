@@ -1,7 +1,7 @@
 """KV layouts: where a chunk keeps which layer, K or V, token and head, and which bytes a part of it is.
 
 A `KVLayout` says how the payload of a chunk is to be read: one or more dense arrays, one behind the other,
-each with axes in an order of its own. A `Part` names ranges along axes, and `ranges` turns it into runs of
+each with axes in an order of its own. A `Part` names ranges along axes, and `ranges` turns it into spans of
 payload bytes. Both are plain values without I/O::
 
     sizes = {"layers": 32, "kv": 2, "heads": 8, "tokens": 256, "dim": 128}
@@ -140,21 +140,21 @@ class Selection:
         return sum((size - 1) * stride for size, stride in steps) + self.item_bytes
 
     @property
-    def run_bytes(self) -> int:
+    def span_bytes(self) -> int:
         """How many bytes lie side by side, before anything is merged."""
-        run = self.item_bytes
+        span = self.item_bytes
         for size, stride in zip(reversed(self.shape), reversed(self.strides_bytes), strict=True):
-            if stride != run:
+            if stride != span:
                 break
-            run *= size
-        return run
+            span *= size
+        return span
 
     def starts(self) -> Iterator[int]:
-        """Where in the payload each run of `run_bytes` begins, in ascending order."""
-        run = self.item_bytes
+        """Where in the payload each span of `span_bytes` begins, in ascending order."""
+        span = self.item_bytes
         outer = list(zip(self.shape, self.strides_bytes, strict=True))
-        while outer and outer[-1][1] == run:
-            run *= outer.pop()[0]
+        while outer and outer[-1][1] == span:
+            span *= outer.pop()[0]
         steps = [range(0, size * stride, stride) for size, stride in outer]
         return (self.offset_bytes + sum(offsets) for offsets in itertools.product(*steps))
 
@@ -282,7 +282,7 @@ class KVLayout:
 
     def ranges(self, part: Part) -> list[tuple[int, int]]:
         """The payload bytes of `part`: (offset, bytes), ascending, merged where they meet."""
-        return merged((start, one.run_bytes) for one in self.selections(part) for start in one.starts())
+        return merged((start, one.span_bytes) for one in self.selections(part) for start in one.starts())
 
     def __str__(self) -> str:
         parts = []
@@ -292,10 +292,10 @@ class KVLayout:
         return f"KVLayout({'; '.join(parts)})"
 
 
-def merged(runs: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(spans: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ascending (offset, bytes) with those made one that touch or overlap."""
     found: list[tuple[int, int]] = []
-    for offset, size_bytes in runs:
+    for offset, size_bytes in spans:
         if found and offset <= (end := sum(found[-1])):
             found[-1] = (found[-1][0], max(end, offset + size_bytes) - found[-1][0])
         else:

@@ -35,7 +35,7 @@ from blockkv.kv_layout import KVLayout, Part
 from blockkv.memory import aligned_memory, unwritable
 from blockkv.space.allocator import Extent
 from blockkv.store.keys import Key, encode_key
-from blockkv.store.part_plan import Copy, LeafRun, PartPlan, check_stored, plan_part
+from blockkv.store.part_plan import Copy, LeafSpan, PartPlan, check_stored, plan_part
 from blockkv.store.state import State
 from blockkv.store.verify import Verifier, is_damage
 from blockkv.tensors import (
@@ -281,11 +281,11 @@ class PartBatch:
             read.first_transfer = len(batch)
             entry = read.chunk.entry
             leaf_bytes = leaf_bytes_for(entry.payload_bytes) if self._hashed else 0
-            for run in read.plan.leaf_runs:
+            for span in read.plan.leaf_spans:
                 batch.add(
-                    run.size_bytes,
-                    _extents(entry.extents, base_bytes, run),
-                    _segments(read, run, scratch_at),
+                    span.size_bytes,
+                    _extents(entry.extents, base_bytes, span),
+                    _segments(read, span, scratch_at),
                     leaf_bytes,
                 )
             batch.keepalive.append(read.target.keepalive)
@@ -330,12 +330,12 @@ class PartBatch:
             if self._refusal is not None:
                 read.failure, read.error = "get_refused", self._refusal
                 continue
-            for number, run in enumerate(read.plan.leaf_runs, read.first_transfer):
+            for number, span in enumerate(read.plan.leaf_spans, read.first_transfer):
                 code = self._batch.result(number)
                 if code:
                     self._blame(read, code)
                     break
-                first, leaves = 8 * run.first_leaf, self._batch.leaves(number)
+                first, leaves = 8 * span.first_leaf, self._batch.leaves(number)
                 if self._hashed and leaves != read.chunk.leaves[first : first + len(leaves)]:
                     read.failure = "get_leaf_mismatch"
 
@@ -449,9 +449,9 @@ def by_device(reads: Sequence[PartRead]) -> list[list[PartRead]]:
     return list(found.values())
 
 
-def _extents(extents: Sequence[Extent], base_bytes: int, run: LeafRun) -> Iterator[tuple[int, int]]:
-    """Where on the device a leaf run lies: (offset, bytes), in whole units."""
-    skip, left = run.offset_bytes, -(-run.size_bytes // UNIT_BYTES) * UNIT_BYTES
+def _extents(extents: Sequence[Extent], base_bytes: int, span: LeafSpan) -> Iterator[tuple[int, int]]:
+    """Where on the device a leaf span lies: (offset, bytes), in whole units."""
+    skip, left = span.offset_bytes, -(-span.size_bytes // UNIT_BYTES) * UNIT_BYTES
     for start, count in extents:
         length = count * UNIT_BYTES
         if skip < length and left:
@@ -462,8 +462,8 @@ def _extents(extents: Sequence[Extent], base_bytes: int, run: LeafRun) -> Iterat
     assert not left, "the extents of a chunk hold its payload"
 
 
-def _segments(read: PartRead, run: LeafRun, scratch_at: int) -> Iterator[Segment]:
-    for piece in run.pieces:
+def _segments(read: PartRead, span: LeafSpan, scratch_at: int) -> Iterator[Segment]:
+    for piece in span.pieces:
         if piece.wanted:
             yield from _within(read, piece.offset_bytes, piece.size_bytes)
         else:

@@ -1,8 +1,8 @@
 """What has to be read for a part of a chunk, and where each byte of it goes.
 
-A checksum is known for each leaf, so leaves are read whole: from the one that holds the first byte of a run
+A checksum is known for each leaf, so leaves are read whole: from the one that holds the first byte of a span
 of the part to the one that holds its last. Of what is read, the bytes of the part go straight to where the
-caller wants them, and the rest of the leaf to memory of ours, scratch. Where the runs of a part are short, a
+caller wants them, and the rest of the leaf to memory of ours, scratch. Where the spans of a part are short, a
 few hundred bytes of every token for instance, the leaves go to scratch whole, and the part is copied out of
 there: a scatter list would cost more.
 
@@ -24,7 +24,7 @@ from blockkv.errors import LayoutMismatch
 from blockkv.kv_layout import KVLayout, Part, Selection, merged
 from blockkv.tensors import MIN_PIECE_BYTES
 
-__all__ = ["Copy", "LeafRun", "PartPlan", "Piece", "check_stored", "plan_part"]
+__all__ = ["Copy", "LeafSpan", "PartPlan", "Piece", "check_stored", "plan_part"]
 
 OPAQUE_DTYPES = frozenset(("uint8", "int8"))
 """Of chunks that were put as bytes: what they mean only the reader knows."""
@@ -32,7 +32,7 @@ OPAQUE_DTYPES = frozenset(("uint8", "int8"))
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a leaf run, side by side in memory."""
+    """Bytes of a leaf span, side by side in memory."""
 
     wanted: bool
     """Whether they are of the part: `offset_bytes` counts in the part, else in scratch."""
@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafRun:
+class LeafSpan:
     """Whole leaves, side by side in the payload: one transfer."""
 
     first_leaf: int
@@ -71,7 +71,7 @@ class PartPlan:
 
     layout: Layout
     """Of what the reader gets: a tensor, or several by name."""
-    leaf_runs: tuple[LeafRun, ...]
+    leaf_spans: tuple[LeafSpan, ...]
     copies: tuple[Copy, ...]
     read_bytes: int
     scratch_bytes: int
@@ -93,7 +93,7 @@ def plan_part(kv_layout: KVLayout, part: Part, grain_bytes: int) -> PartPlan:
     Raises InvalidArgument when the layout has nothing of the part.
     """
     selections = kv_layout.selections(part)
-    ranges = merged((start, one.run_bytes) for one in selections for start in one.starts())
+    ranges = merged((start, one.span_bytes) for one in selections for start in one.starts())
     hulls = merged((start - start % grain_bytes, start % grain_bytes + size) for start, size in ranges)
     hulls = merged(
         (start, min(-(-(start + size) // grain_bytes) * grain_bytes, kv_layout.payload_bytes) - start)
@@ -101,7 +101,7 @@ def plan_part(kv_layout: KVLayout, part: Part, grain_bytes: int) -> PartPlan:
     )
     starts = [start for start, _ in ranges]
     part_offsets = list(itertools.accumulate((size for _, size in ranges), initial=0))
-    leaf_runs, staged = [], {}
+    leaf_spans, staged = [], {}
     scratch_bytes = 0
     for start, size in hulls:
         first, last = bisect_left(starts, start), bisect_left(starts, start + size)
@@ -112,7 +112,7 @@ def plan_part(kv_layout: KVLayout, part: Part, grain_bytes: int) -> PartPlan:
         else:
             pieces = list(_pieces(start, size, inside, part_offsets[first], scratch_bytes))
         scratch_bytes += sum(piece.size_bytes for piece in pieces if not piece.wanted)
-        leaf_runs.append(LeafRun(start // grain_bytes, start, size, tuple(pieces)))
+        leaf_spans.append(LeafSpan(start // grain_bytes, start, size, tuple(pieces)))
     places = list(itertools.accumulate((one.size_bytes for one in selections), initial=0))
     copies = [
         copy
@@ -121,7 +121,7 @@ def plan_part(kv_layout: KVLayout, part: Part, grain_bytes: int) -> PartPlan:
     ]
     return PartPlan(
         _layout_of(kv_layout, selections),
-        tuple(leaf_runs),
+        tuple(leaf_spans),
         tuple(copies),
         sum(size for _, size in hulls),
         scratch_bytes,

@@ -73,7 +73,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Shelf:
     """Memory for one group of pieces at a time; none where it goes into the caller's."""
 
     tensor: Any = None
@@ -90,7 +90,7 @@ class _Group:
     plan: PartPlan
     cost_bytes: int
     """Memory that it takes until it is handed over, for all keys."""
-    slot: _Slot | None = None
+    shelf: _Shelf | None = None
     reads: list[PartRead] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     pending_count: int = 0
@@ -175,7 +175,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         self._waiting: deque[_Group] = deque()
         self._started: deque[_Group] = deque()
         self._feeding = False
-        self._slots: list[_Slot] = []
+        self._shelves: list[_Shelf] = []
         self._chunks: list[Leased] = []
         self._axes = _axes(order)
         self.problem: BlockKVError | None = None
@@ -193,7 +193,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         try:
             groups = self._grouped(pieces, lookahead_bytes) if self._chunks else []
             self._waiting.extend(groups)
-            self._slots = self._make_slots(groups, lookahead_bytes)
+            self._shelves = self._make_shelves(groups, lookahead_bytes)
             self._feed(1)
             self._feed_soon()
         except BaseException:
@@ -263,8 +263,8 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         """Let go of the group that was handed over and wait for the one after it."""
         with self._condition:
             if self._current is not None:
-                assert self._current.slot is not None
-                self._slots.append(self._current.slot)
+                assert self._current.shelf is not None
+                self._shelves.append(self._current.shelf)
                 self._current = None
             self._condition.wait_for(self._is_decided)
             if self._closed or not self._valid_keys or not self._started:
@@ -303,8 +303,8 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
                     return
 
     def _has_room(self) -> bool:
-        # One slot is for what the caller has in hands.
-        free = len(self._slots) - (self._current is None)
+        # One shelf is for what the caller has in hands.
+        free = len(self._shelves) - (self._current is None)
         return bool(self._waiting and self._valid_keys and not self._closed and free > 0)
 
     def _feed(self, count: int) -> None:
@@ -314,7 +314,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
                 if not self._has_room():
                     return
                 group = self._waiting.popleft()
-                group.slot = self._slots.pop()
+                group.shelf = self._shelves.pop()
                 group.pending_count = 1  # until all of it is asked for, so that `close` waits for that
                 self._started.append(group)
                 asked_bytes = sum(one.cost_bytes for one in self._started)
@@ -379,15 +379,15 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
                 for output, target in zip(outputs, found, strict=True)
                 if target is not None
             ]
-        assert group.slot is not None
+        assert group.shelf is not None
         layout = group.plan.layout
-        if layout not in group.slot.places:
+        if layout not in group.shelf.places:
             place_bytes = _place_bytes(layout)
-            group.slot.places[layout] = [
-                _place(layout, group.slot.tensor, position * place_bytes)
+            group.shelf.places[layout] = [
+                _place(layout, group.shelf.tensor, position * place_bytes)
                 for position in range(len(self._chunks))
             ]
-        return group.slot.places[layout][:count]
+        return group.shelf.places[layout][:count]
 
     def _cut(self, group: _Group, piece: _Piece, value: Any) -> Any:
         """One piece of what was read together for a key."""
@@ -453,17 +453,19 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
             chunk.plan(self._layout, groups[0].part)  # refuses what is no chunk of the layout
         return groups
 
-    def _make_slots(self, groups: Sequence[_Group], lookahead_bytes: int) -> list[_Slot]:
+    def _make_shelves(self, groups: Sequence[_Group], lookahead_bytes: int) -> list[_Shelf]:
         if not groups:
             return []
         dearest = max(group.cost_bytes for group in groups)
         count = min(lookahead_bytes // dearest + 1, len(groups) + 1)
         if self._into is not None:
-            return [_Slot() for _ in range(count)]
-        slot_bytes = len(self._chunks) * max(_place_bytes(group.plan.layout) for group in groups)
-        self.memory_bytes = count * slot_bytes
+            return [_Shelf() for _ in range(count)]
+        shelf_bytes = len(self._chunks) * max(_place_bytes(group.plan.layout) for group in groups)
+        self.memory_bytes = count * shelf_bytes
         self._memory = self._pool.take(self.memory_bytes)
-        return [_Slot(slot) for slot in self._memory[: self.memory_bytes].view(count, slot_bytes).unbind(0)]
+        return [
+            _Shelf(shelf) for shelf in self._memory[: self.memory_bytes].view(count, shelf_bytes).unbind(0)
+        ]
 
 
 def _axes(order: str) -> list[str]:
@@ -508,15 +510,15 @@ def _place_bytes(layout: Layout) -> int:
     )
 
 
-def _place(layout: Layout, slot: Any, offset_bytes: int) -> tuple[dict[str, Any], Described]:
-    """Tensors for a part, by array, from `offset_bytes` of a slot on."""
+def _place(layout: Layout, shelf: Any, offset_bytes: int) -> tuple[dict[str, Any], Described]:
+    """Tensors for a part, by array, from `offset_bytes` of a shelf on."""
     tensors, segments = {}, []
     for spec in layout.specs:
-        raw = slot[offset_bytes : offset_bytes + spec.size_bytes]
+        raw = shelf[offset_bytes : offset_bytes + spec.size_bytes]
         tensors[spec.name] = raw.view(torch_dtype(spec.dtype)).view(spec.shape)
         segments.append((raw.data_ptr(), spec.size_bytes))
         offset_bytes += _round_up(spec.size_bytes, TENSOR_ALIGNMENT_BYTES)
-    return tensors, Described(layout, segments, layout.payload_bytes, [slot])
+    return tensors, Described(layout, segments, layout.payload_bytes, [shelf])
 
 
 def _byte_dtype() -> Any:

@@ -35,7 +35,7 @@ def test_ranges_are_what_numpy_takes(layout: KVLayout, part: Part) -> None:
     }
     assert sum(one.size_bytes for one in selections) == len(found)
     for one in selections:
-        last = max(start + one.run_bytes for start in one.starts())
+        last = max(start + one.span_bytes for start in one.starts())
         assert last == one.offset_bytes + one.hull_bytes
 
 
