@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 from blockkv.errors import (
     BatchError,
     BlockKVError,
+    CapacityExceeded,
     DeviceBusy,
     DeviceError,
     DeviceLost,
     DeviceReadOnly,
     DeviceTooSmall,
     FormatError,
+    GrowthEnded,
     InvalidArgument,
     LayoutMismatch,
     NotFormatted,
@@ -41,7 +43,16 @@ from blockkv.errors import (
 if TYPE_CHECKING:
     from blockkv.kv_layout import KVLayout, Part
     from blockkv.memory import empty
-    from blockkv.store import ArrayStore, CheckReport, ChunkInfo, Finding, ScrubReport, Store, StoreFuture
+    from blockkv.store import (
+        ArrayStore,
+        CheckReport,
+        ChunkInfo,
+        Finding,
+        GrowingChunk,
+        ScrubReport,
+        Store,
+        StoreFuture,
+    )
     from blockkv.store import format_device as format
     from blockkv.store import open_any as open
 
@@ -49,6 +60,7 @@ __all__ = [
     "ArrayStore",
     "BatchError",
     "BlockKVError",
+    "CapacityExceeded",
     "CheckReport",
     "ChunkInfo",
     "DeviceBusy",
@@ -58,6 +70,8 @@ __all__ = [
     "DeviceTooSmall",
     "Finding",
     "FormatError",
+    "GrowingChunk",
+    "GrowthEnded",
     "InvalidArgument",
     "KVLayout",
     "LayoutMismatch",
@@ -91,6 +105,7 @@ _LAZY = {
     "CheckReport": ("blockkv.store", "CheckReport"),
     "ChunkInfo": ("blockkv.store", "ChunkInfo"),
     "Finding": ("blockkv.store", "Finding"),
+    "GrowingChunk": ("blockkv.store", "GrowingChunk"),
     "KVLayout": ("blockkv.kv_layout", "KVLayout"),
     "Part": ("blockkv.kv_layout", "Part"),
     "ScrubReport": ("blockkv.store", "ScrubReport"),

@@ -15,6 +15,8 @@
     │   └── WrongKey             encrypted, and the key does not fit
     ├── OccupiedError            the device holds something else; says what and which command would clear it
     ├── StoreFull                no space (data or metadata) and eviction was refused or could not help
+    │   └── CapacityExceeded     more was appended to a growing chunk than was reserved for it
+    ├── GrowthEnded              a growing chunk was used after it was sealed or abandoned
     ├── StoreReadOnly            the store cannot accept writes; says since when and why
     ├── StoreClosed              used after close(), or in a forked child
     ├── InvalidArgument (ValueError)  a key, tensor, size or option that cannot be accepted
@@ -31,12 +33,14 @@ from collections.abc import Mapping, Sequence
 __all__ = [
     "BatchError",
     "BlockKVError",
+    "CapacityExceeded",
     "DeviceBusy",
     "DeviceError",
     "DeviceLost",
     "DeviceReadOnly",
     "DeviceTooSmall",
     "FormatError",
+    "GrowthEnded",
     "InvalidArgument",
     "LayoutMismatch",
     "NotFormatted",
@@ -107,6 +111,14 @@ class OccupiedError(BlockKVError):
 
 class StoreFull(BlockKVError):
     """Neither free space nor eviction can make room for the chunk."""
+
+
+class CapacityExceeded(StoreFull):
+    """What was to be appended does not fit into what was reserved. Nothing of it was appended."""
+
+
+class GrowthEnded(BlockKVError):
+    """The growing chunk was sealed or abandoned; read a sealed one from the store."""
 
 
 class StoreReadOnly(BlockKVError):

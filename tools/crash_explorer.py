@@ -37,7 +37,7 @@ import sys
 import time
 from typing import Any
 
-from crash.directed import DIRECTED
+from crash.directed import DIRECTED, QUICK
 from crash.history import PROBE_SHARE, PROFILES, History, Settings, Tally
 from crash.mutants import MUTANTS
 from crash.oracle import Violation
@@ -50,7 +50,7 @@ def explore(
 ) -> str | None:
     """Run histories from number `first` on. Returns the story of the first violation, or None."""
     last_state = tally.states + states
-    directed = list(DIRECTED) if settings.exhaustive else [-1]
+    directed = list(DIRECTED) if settings.exhaustive else QUICK
     if first or settings.profile not in (None, "power"):
         directed = []
     for number in itertools.chain(directed, itertools.count(first)):

@@ -5,6 +5,7 @@ from blockkv.store.array_store import ArrayStore
 from blockkv.store.check import CheckReport
 from blockkv.store.create import format_device, parse_size
 from blockkv.store.finding import Finding
+from blockkv.store.growing import GrowingChunk
 from blockkv.store.scrub import ScrubReport
 from blockkv.store.store import ChunkInfo, Store, StoreFuture
 
@@ -13,6 +14,7 @@ __all__ = [
     "CheckReport",
     "ChunkInfo",
     "Finding",
+    "GrowingChunk",
     "ScrubReport",
     "Store",
     "StoreFuture",

@@ -46,6 +46,7 @@ from blockkv.kv_layout import KVLayout, Part
 from blockkv.store.array_term import set_of
 from blockkv.store.check import CheckReport
 from blockkv.store.finding import Finding, Remedy
+from blockkv.store.growing import STORED_ALREADY, GrowingChunk
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.member import Member
@@ -53,7 +54,7 @@ from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased
 from blockkv.store.preloads import Preloads
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
-from blockkv.store.state import State
+from blockkv.store.state import GROWING, State
 from blockkv.store.store import (
     BELONGS_TO_PARENT,
     ChunkInfo,
@@ -87,6 +88,9 @@ STATE_OF_MEMBERS = (
     "free_bytes",
     "pending_free_bytes",
     "quarantined_bytes",
+    "growing_chunks",
+    "reserved_bytes",
+    "append_staging_bytes",
     "free_extents",
 )
 """Figures that say what is there: like the largest, they are those of members that are not lost."""
@@ -184,9 +188,65 @@ class ArrayStore(Store):
 
     # -- writing ---------------------------------------------------------------------------------------
 
+    def reserve(self, key: Key, capacity_bytes: int) -> GrowingChunk:
+        """`Store.reserve` on one member. When that is lost, DeviceLost: what was appended is gone."""
+        digest = key_digest(encode_key(key))
+        put = _Put(0, key, b"", digest, capacity_bytes)
+        own: set[bytes] = set()
+        with self._operation(writing=True):
+            try:
+                while True:
+                    member = self._assign_growing(put, own)
+                    try:
+                        self._begin_term_if_due()
+                        guard = functools.partial(self._growing_on, member)
+                        return member.reserve(key, capacity_bytes, guard)
+                    except StoreFull as error:
+                        if not self._may_go_elsewhere(member, put):
+                            raise
+                        put.full.add(member.index)
+                        put.refusal = error
+                    except BlockKVError as error:
+                        if not self._lose_if_gone(member, error):
+                            raise
+                    finally:
+                        with self._lock:
+                            member.queued_bytes -= capacity_bytes
+            finally:
+                self._give_up(own, set(own))
+
+    def _assign_growing(self, put: _Put, own: set[bytes]) -> Member:
+        """The member for a chunk that is to grow; its key is claimed."""
+        errors: dict[int, BlockKVError] = {}
+        assigned, _ = self._assign([put], own, False, errors)
+        if errors:
+            raise errors[0]
+        if not assigned:
+            raise InvalidArgument(STORED_ALREADY)
+        (member,) = assigned
+        return member
+
+    @contextlib.contextmanager
+    def _growing_on(self, member: Member, writing: bool) -> Iterator[None]:
+        """What is done to a chunk that grows on `member` runs in this."""
+        with self._operation():
+            if writing:
+                self._begin_term_if_due()
+            try:
+                with member.operation(writing):
+                    yield
+            except BlockKVError as error:
+                self._lose_if_gone(member, error)
+                raise
+            finally:
+                if writing:
+                    member.acknowledge_lazily()
+
     def delete(self, key: Key, durable: bool = False) -> bool:
         digest = key_digest(encode_key(key))
         with self._operation(writing=True):
+            if any(member.grows(digest) for member in self._present):
+                raise InvalidArgument(GROWING)
             member = self._holder(digest)
             deleted = False
             if member is not None:

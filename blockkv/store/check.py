@@ -10,6 +10,7 @@ between costs nothing, and repeating a repair changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -96,7 +97,8 @@ def _disagreements(state: State) -> list[Finding]:
     found = []
     if not (state.claims or index.any_leased):
         try:
-            state.allocator.check(map(tuple, index.extents().tolist()))
+            reserved = itertools.chain.from_iterable(state.reserved.values())
+            state.allocator.check([*map(tuple, index.extents().tolist()), *reserved])
         except AssertionError as error:
             found.append(Finding("free map", str(error), Remedy.REOPEN))
     record_bytes, payload_bytes = index.sums()

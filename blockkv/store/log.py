@@ -160,6 +160,19 @@ class Log:
                     needed=lambda: wanted > self.durable_sequence and not self._fits(self._pending)
                 )
 
+    def flush_payload(self) -> None:
+        """Make payload writes that completed durable, ahead of their record. Raises StoreReadOnly.
+
+        For a record that takes the place of a durable one: recovery drops a key whose newest record names
+        payload that is not there, and does not go back to the one before.
+        """
+        self.check_writable()
+        try:
+            self._device.flush()
+        except DeviceError as error:
+            self.fail(error)
+            raise self._refusal() from error
+
     def _commit_pending(self, wanted: int) -> bool:
         """Write the pending group unless `wanted` is durable already; False when the journal is too full."""
         with self._commit_lock:

@@ -5,12 +5,15 @@ Not here: what the array makes of it (`array_store`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 
 from blockkv.device.base import UNIT_BYTES
 from blockkv.errors import DeviceLost
 from blockkv.format.superblock import Membership
+from blockkv.store.growing import GrowingChunk, Guard
+from blockkv.store.keys import Key
 from blockkv.store.state import State
 from blockkv.store.store import Store
 
@@ -50,9 +53,17 @@ class Member:
             return digest in self._state.index
 
     def claims(self, digest: bytes) -> tuple[bool, bool]:
-        """(whether it holds the key, whether a crash may bring it back although it is deleted), as of now."""
+        """(whether it holds the key, or grows a chunk under it; whether a crash may bring it back although it
+        is deleted), as of now.
+        """
         with self._state.lock:
-            return digest in self._state.index, self._state.deletes_undurably(digest)
+            held = digest in self._state.index or digest in self._state.reserved
+            return held, self._state.deletes_undurably(digest)
+
+    def grows(self, digest: bytes) -> bool:
+        """Whether a chunk is growing under this key."""
+        with self._state.lock:
+            return digest in self._state.reserved
 
     @property
     def writable(self) -> bool:
@@ -73,6 +84,15 @@ class Member:
         """Free space and, where it may evict, some of what it can make free."""
         free_bytes = self._state.allocator.free_units * UNIT_BYTES
         return free_bytes + (self.data_bytes // EVICTABLE_SHARE if self._state.options.evict else 0)
+
+    def reserve(self, key: Key, capacity_bytes: int, guard: Guard) -> GrowingChunk:
+        """`Store.reserve` on it, with everything that is done to the chunk later inside `guard`."""
+        with self.operation(True):
+            return self.store._reserve(key, capacity_bytes, guard)
+
+    def operation(self, writing: bool) -> contextlib.AbstractContextManager[None]:
+        """Holds its `close` back."""
+        return self.store._operation(writing)
 
     def digests(self) -> list[bytes]:
         """The digests of all its chunks."""

@@ -15,13 +15,13 @@ from functools import lru_cache
 
 from blockkv.catalog.index import add_put_transfers
 from blockkv.device.base import UNIT_BYTES, Direction, Priority, device_error
-from blockkv.errors import BlockKVError, StoreFull
+from blockkv.errors import BlockKVError, InvalidArgument, StoreFull
 from blockkv.format.geometry import unit_count
 from blockkv.format.record import key_digest, put_bytes_at_most
 from blockkv.space.allocator import Extent
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
-from blockkv.store.state import State
+from blockkv.store.state import GROWING, State
 from blockkv.store.waves import Wave, WaveRun, lookups
 from blockkv.tensors import Pieces, Tensors, describe_many
 
@@ -154,7 +154,9 @@ class PutRun(WaveRun[PutWave]):
         chosen: list[int] = []
         with state.lock:
             for number, (place, digest) in enumerate(zip(state.index.find(digests), digests, strict=True)):
-                if place:
+                if digest in state.reserved:
+                    self.errors[positions[number]] = InvalidArgument(GROWING)
+                elif place:
                     state.counters["put_existing"] += 1
                     state.index.touch(digest)
                     self.last_sequence = max(self.last_sequence, state.index.at(place).log_sequence)

@@ -33,6 +33,8 @@ logger = logging.getLogger("blockkv")
 EVICT_SHARE = 128
 """When full, evict at least 1/128 of the data zone, up to EVICT_LIMIT_UNITS: each round costs one flush."""
 EVICT_LIMIT_UNITS = (64 << 20) // UNIT_BYTES
+GROWING = "a chunk is growing under this key; seal or abandon it first"
+"""Why a key that is reserved is neither put, nor deleted, nor reserved again."""
 DELETES_PRUNED_AT = 4096
 """Deletes remembered before those that have become durable are forgotten."""
 
@@ -96,6 +98,8 @@ class State:
         """Digests of keys being written."""
         self.store_bytes = 0
         """Payload of puts that the device has got and not finished."""
+        self.reserved: dict[bytes, tuple[Extent, ...]] = {}
+        """Extents of growing chunks that no entry of the index has, by digest."""
         self.reserved_record_bytes = 0
         """Record bytes of chunks being written: they will need room in the next checkpoint too."""
         self._deletes: dict[bytes, int] | None = {} if recovered.superblock.array else None
@@ -130,7 +134,7 @@ class State:
             for digest, extents in recovered.dropped:
                 # Their pages say PUT and count as flushed once this epoch's first page is written; only a
                 # DELETE in that group keeps the next recovery from trusting them.
-                self._defer(extents, self._append_deletes([digest]))
+                self.defer(extents, self._append_deletes([digest]))
 
     # -- chunks ----------------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class State:
         if leased:
             self._deleted[entry.place] = log_sequence
         else:
-            self._defer(entry.extents, log_sequence)
+            self.defer(entry.extents, log_sequence)
         return log_sequence
 
     def drop_damaged(self, entry: Entry) -> None:
@@ -211,7 +215,7 @@ class State:
             # One that was dropped as damaged is not in there, and its extents are in quarantine.
             log_sequence = self._deleted.pop(entry.place, 0)
             if log_sequence:
-                self._defer(entry.extents, log_sequence)
+                self.defer(entry.extents, log_sequence)
         self.changed.notify_all()
 
     def evict(self, units: int) -> int:
@@ -220,12 +224,16 @@ class State:
         Returns how many units will come back when their deletes are durable.
         """
         wanted = max(units, min(self.geometry.data_units // EVICT_SHARE, EVICT_LIMIT_UNITS))
-        taken = self.index.take(self.index.first_victims(wanted))
+        return self.evict_all(self.index.first_victims(wanted))
+
+    def evict_all(self, places: array[int]) -> int:
+        """Delete the chunks at these places, which nobody reads, to make room; returns what `evict` does."""
+        taken = self.index.take(places)
         if not taken.digests:
             return 0
         for layout_id, count in Counter(taken.layout_ids).items():
             self.layouts.release(layout_id, count)
-        self._defer(taken.extents, self._append_deletes(taken.digests))
+        self.defer(taken.extents, self._append_deletes(taken.digests))
         self.counters["chunks_evicted"] += len(taken.digests)
         self.counters["bytes_evicted"] += taken.payload_bytes
         return sum(count for _, count in taken.extents)
@@ -235,6 +243,21 @@ class State:
         """How many more bytes of records the next checkpoint can hold."""
         used = self.index.record_bytes + self.reserved_record_bytes + 2 * self.layouts.body_bytes
         return self._record_limit_bytes - used
+
+    def replace(self, old: Entry | None, records: Sequence[bytes]) -> Entry:
+        """Log a PUT and make its chunk visible in place of `old`, with its pins; nobody may be reading that.
+
+        The extents of `old` are the caller's again. The layout was acquired for the new chunk.
+        """
+        pins = 0
+        if old is not None:
+            pins = self.index.pins(old)
+            self._forget(old)
+        entry = self.index.insert(b"".join(records))
+        if pins:
+            self.index.pin(entry.digest, pins)
+        self.log.append(records)
+        return entry
 
     def any_leased(self) -> bool:
         """Whether extents are held that come back by themselves: by readers, or for a discard."""
@@ -264,7 +287,8 @@ class State:
                 self._deletes_limit = DELETES_PRUNED_AT + 2 * len(self._deletes)
         return last
 
-    def _defer(self, extents: Sequence[Extent], log_sequence: int) -> None:
+    def defer(self, extents: Sequence[Extent], log_sequence: int) -> None:
+        """Let live extents come back once the record `log_sequence` is durable."""
         self.allocator.defer(extents, log_sequence)
         if log_sequence <= self.log.durable_sequence:
             self.allocator.settle(self.log.durable_sequence)

@@ -16,8 +16,9 @@ Invariants
   * an extent is reused only after the delete that freed it is durable and nobody reads it;
   * every transfer is waited for before its memory or its extents are let go, whatever is raised meanwhile.
 
-Not here: the steps of a put (`puts`), of a get (`gets`), what they share (`state`, `waves`), the order of
-metadata writes (`log`), opening (`recovery`), formatting (`create`), looking after (`check`, `scrub`).
+Not here: the steps of a put (`puts`), of a get (`gets`), what they share (`state`, `waves`), chunks that grow
+(`growing`), the order of metadata writes (`log`), opening (`recovery`), formatting (`create`), looking after
+(`check`, `scrub`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from blockkv.store.create import superblock_facts
 from blockkv.store.discards import DEFAULT_BYTES_PER_S as DEFAULT_DISCARD_BYTES_PER_S
 from blockkv.store.finding import Finding
 from blockkv.store.gets import GetRun
+from blockkv.store.growing import GrowingChunk, Guard, reserve
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.log import write_superblock
@@ -70,7 +72,8 @@ from blockkv.store.preloads import Preloads
 from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
-from blockkv.store.state import Options, State
+from blockkv.store.staging import Staging
+from blockkv.store.state import GROWING, Options, State
 from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamPool
 from blockkv.tensors import Occupied, Tensors, describe
 
@@ -174,6 +177,8 @@ class Store:
         self._preloads = Preloads()
         self._stream_pool = StreamPool()
         self._scrub: Scrub | None = None
+        self._staging = Staging()
+        self._growing: set[GrowingChunk] = set()
         if not self.read_only and options.commit_interval_ms is not None:
             self._state.log.start(options.commit_interval_ms / 1000)
             if self._state.discards is not None:
@@ -275,12 +280,37 @@ class Store:
             raise StoreClosed(f"{self._where}: the store is being closed") from None
         return future
 
+    def reserve(self, key: Key, capacity_bytes: int) -> GrowingChunk:
+        """Begin a chunk that grows: append to it, read what it has, seal it. See `GrowingChunk`.
+
+        Takes one contiguous extent for `capacity_bytes`, in whole runs, and 512 KiB for tails that are made
+        durable; where none is free those chunks are evicted for it that were used longest ago and lie
+        together. Nobody else gets it until the chunk is sealed or abandoned. Meanwhile the key can be
+        neither put nor deleted; it is found once something is durable of it.
+
+        Closing the store keeps what was durable and drops the rest, as a crash does. Raises InvalidArgument
+        (the key is stored or growing already), StoreFull (saying what is in the way), StoreReadOnly,
+        StoreClosed.
+        """
+        with self._operation(writing=True):
+            return self._reserve(key, capacity_bytes, self._operation)
+
+    def _reserve(self, key: Key, capacity_bytes: int, guard: Guard) -> GrowingChunk:
+        grown = reserve(self._state, guard, self._staging, key, capacity_bytes, self._growing.discard)
+        self._growing.add(grown)
+        return grown
+
     def delete(self, key: Key, durable: bool = False) -> bool:
-        """Remove a chunk; False when it was not there. With `durable` it stays removed after power loss."""
+        """Remove a chunk; False when it was not there. With `durable` it stays removed after power loss.
+
+        Raises InvalidArgument where it is growing.
+        """
         digest = key_digest(encode_key(key))
         state = self._state
         with self._operation(writing=True):
             with state.changing:
+                if digest in state.reserved:
+                    raise InvalidArgument(GROWING)
                 entry = state.index.get(digest)
                 if entry is None:
                     return False
@@ -640,6 +670,10 @@ class Store:
                 "free_bytes": (allocator.free_units + allocator.withheld_units) * UNIT_BYTES,
                 "pending_free_bytes": allocator.pending_units * UNIT_BYTES,
                 "quarantined_bytes": allocator.quarantined_units * UNIT_BYTES,
+                "growing_chunks": len(state.reserved),
+                "reserved_bytes": UNIT_BYTES
+                * sum(count for extents in state.reserved.values() for _, count in extents),
+                "append_staging_bytes": self._staging.resident_bytes,
                 "free_extents": allocator.free_extent_count,
                 "largest_free_bytes": allocator.largest_free * UNIT_BYTES,
                 "journal_used": log.journal_used,
@@ -811,6 +845,8 @@ class Store:
                 self._scrub.stop()
             self._idle.wait_for(lambda: self._active_count == 0)
         self._stream_pool.end()
+        for grown in list(self._growing):
+            grown.close()
         state.stop()
         try:
             if not self.read_only:
@@ -975,6 +1011,8 @@ COUNTERS = (
     "put_copied_bytes",
     "put_device_error",
     "put_dropped",
+    "append_bytes",
+    "append_read_bytes",
     "get_chunks",
     "get_bytes",
     "get_misses",

@@ -80,6 +80,8 @@ def test_usage_errors_as_json() -> None:
         (errors.VersionTooNew("x"), ExitCode.FORMAT),
         (errors.WrongStore("x"), ExitCode.FORMAT),
         (errors.StoreFull("x"), ExitCode.FULL),
+        (errors.CapacityExceeded("x"), ExitCode.FULL),
+        (errors.GrowthEnded("x"), ExitCode.FAILED),
         (errors.InvalidArgument("x"), ExitCode.USAGE),
         (errors.LayoutMismatch("x"), ExitCode.USAGE),
         (errors.StoreClosed("x"), ExitCode.FAILED),

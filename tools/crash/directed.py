@@ -7,16 +7,18 @@ import dataclasses
 import errno
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import blockkv
 from blockkv.device.base import UNIT_BYTES
-from blockkv.errors import BlockKVError, NotFormatted
+from blockkv.errors import BlockKVError, NotFormatted, StoreFull
 from blockkv.store import Store
 from blockkv.testing import Crash, Fault, FaultKind, FaultPlan, OperationKind, SimulatedDevice, mixtures
 from crash.history import KEYS, RECOVERY_DEPTH, History, Settings, Tally, formatted, open_store
-from crash.oracle import Event, Oracle, Violation
+from crash.oracle import Event, Oracle, Violation, short
 
-__all__ = ["DIRECTED"]
+__all__ = ["DIRECTED", "QUICK"]
 
 LONG0, LONG1 = KEYS[-2:]
 
@@ -357,6 +359,101 @@ class CutRecoveries(Directed):
             self.cut(trial.crash_clone(self.rng), depth - 1)
 
 
+class Growth(Directed):
+    """Chunks that grow, beside puts and deletes, crashed at any operation, several times over."""
+
+    growing_keys = ("k0", "k1", LONG0)
+    verbs = ("append", "durable", "seal", "abandon", "put", "delete", "commit", "checkpoint", "close")
+    weights = (30, 25, 8, 5, 10, 6, 5, 3, 2)
+
+    def carry_out(self) -> None:
+        """Lives from the same start, each with a few crashes."""
+        rng, start = self.rng, self.device
+        for _ in range(400 if self.settings.exhaustive else 20):
+            self.device, self.oracle = start.clone(), Oracle(dict.fromkeys(self.keys))
+            self.garbage = rng.choice((0.0, 0.15))
+            self.steps = []
+            for _ in range(rng.randint(1, 4)):
+                self.device = self.cut_recoveries(self.device, rng, 0.1)
+                self.device.deferred = rng.random() < 0.7
+                store = open_store(self.device, self.evict, self.discard)
+                self.oracle = Oracle(self.look(store, self.oracle))
+                if rng.random() < 0.5:
+                    self.device.set_plan(FaultPlan.stop(self.device.operation_count + rng.randrange(60)))
+                self.device.before_operation = self.probe
+                with contextlib.suppress(BlockKVError):
+                    self.grow(store)
+                self.device.before_operation = None
+                self.device = self.crash(self.device, rng)
+
+    def grow(self, store: Store) -> None:
+        """Steps on up to three growing chunks at once."""
+        rng, growing = self.rng, dict[str, tuple[Any, bytearray]]()
+        for _ in range(rng.randint(3, 25)):
+            verb = rng.choices(self.verbs, self.weights)[0]
+            key = rng.choice(self.growing_keys)
+            if verb in ("put", "delete", "commit", "checkpoint", "close"):
+                key = rng.choice([one for one in self.keys if one not in growing])
+                if not self.carry(store, verb, key) or self.device.stopped:
+                    return
+                continue
+            self.steps.append(f"{verb}:{short(key)}")
+            if key not in growing:
+                if self.oracle.live[key] is not None:
+                    continue
+                try:
+                    growing[key] = store.reserve(key, 500_000), bytearray()
+                except StoreFull:
+                    continue
+            chunk, content = growing[key]
+            if verb in ("append", "durable"):
+                self.append(key, chunk, content, durable=verb == "durable")
+            elif verb == "abandon" or not content:
+                self.change(key, None, chunk.abandon)
+                del growing[key]
+            else:
+                durable = rng.random() < 0.3
+                version = self.next_version(key, content)
+                self.change(key, version, lambda chunk=chunk, durable=durable: chunk.seal(durable))
+                if durable:
+                    self.oracle.key_durable(key, version)
+                del growing[key]
+
+    def append(self, key: str, chunk: Any, content: bytearray, *, durable: bool) -> None:
+        """Append some bytes, often up to the edge of a unit; and read them."""
+        size_bytes = self.rng.choice((1 + self.rng.randrange(90_000), 4096, 40_960, -len(content) % 4096))
+        rows = self.rng.randbytes(min(size_bytes, chunk.capacity_bytes - len(content)))
+        content += rows
+        if rows and not durable:
+            chunk.append(rows)
+        elif rows:
+            version = self.next_version(key, content)
+            self.change(key, version, lambda: chunk.append(rows, durable=True))
+            self.oracle.key_durable(key, version)
+        if content and bytes(chunk.read().numpy()) != content:
+            raise Violation(f"{short(key)} does not read as it was appended")
+
+    def next_version(self, key: str, content: bytearray) -> int:
+        """A version that consists of what was appended so far."""
+        if self.contents.get((key, self.newest[key])) == [bytes(content)]:
+            return self.newest[key]
+        self.newest[key] += 1
+        self.contents[key, self.newest[key]] = [bytes(content)]
+        return self.newest[key]
+
+    def change(self, key: str, version: int | None, call: Callable[[], object]) -> None:
+        """Tell the oracle of a change, before and after it happens."""
+        was = self.oracle.live[key]
+        if was is None and version is None:
+            call()
+            return
+        event = Event(key, version, maybe=True, replaces=was is not None and version is not None)
+        self.oracle.events.append(event)
+        call()
+        event.maybe = False
+        self.oracle.live[key] = version
+
+
 def same_unit(one: SimulatedDevice, other: SimulatedDevice, unit: int) -> bool:
     offset = unit * UNIT_BYTES
     return one.peek(offset, UNIT_BYTES) == other.peek(offset, UNIT_BYTES)
@@ -369,5 +466,8 @@ DIRECTED: dict[int, type[Directed]] = {
     -4: TornPages,
     -5: ShortSequences,
     -6: CutRecoveries,
+    -7: Growth,
 }
 """Histories with numbers of their own, for --history."""
+QUICK = (-1, -7)
+"""Those that no random history stands in for: every run begins with them."""

@@ -19,6 +19,7 @@ from blockkv.store import log as log_module
 from blockkv.store import recovery as recovery_module
 from blockkv.store import store as store_module
 from blockkv.store.gets import GetRun
+from blockkv.store.growing import GrowingChunk
 from blockkv.store.log import Log
 from blockkv.store.puts import PutRun
 from blockkv.store.state import State
@@ -177,7 +178,7 @@ def fresh_format() -> Iterator[None]:
 
 
 def reuse_before_delete_is_durable() -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(State, "_defer", lambda self, extents, group: self.allocator.release(extents))
+    return mock.patch.object(State, "defer", lambda self, extents, group: self.allocator.release(extents))
 
 
 def discard_before_delete_is_durable() -> contextlib.AbstractContextManager[object]:
@@ -239,6 +240,28 @@ def dropped_put_not_deleted() -> contextlib.AbstractContextManager[object]:
     return replaced(store_module, "recover", make)
 
 
+def growth_replaced_before_flush() -> contextlib.AbstractContextManager[object]:
+    return mock.patch.object(Log, "flush_payload", return_value=None)
+
+
+def growth_tail_over_the_durable_one() -> contextlib.AbstractContextManager[object]:
+    return mock.patch.object(GrowingChunk, "_other_place", return_value=0)
+
+
+def growth_gives_back_at_once() -> contextlib.AbstractContextManager[object]:
+    def make(original: Any) -> Any:
+        def end(self: GrowingChunk, *arguments: Any) -> None:
+            for extent in self._state.allocator.pending_extents():
+                self._state.device.discard(
+                    self._state.geometry.unit_offset(extent[0]), extent[1] * UNIT_BYTES
+                )
+            original(self, *arguments)
+
+        return end
+
+    return replaced(GrowingChunk, "_end", make)
+
+
 MUTANTS = (
     Mutant("acknowledge-before-flush", acknowledge_before_flush),
     Mutant("flush-before-pages-complete", flush_before_pages_complete),
@@ -253,6 +276,9 @@ MUTANTS = (
     Mutant("no-predecessor-and-no-epoch", no_predecessor_and_no_epoch),
     Mutant("epoch-never-decreases", epoch_never_decreases),
     Mutant("dropped-put-not-deleted", dropped_put_not_deleted),
+    Mutant("growth-replaced-before-flush", growth_replaced_before_flush),
+    Mutant("growth-tail-over-the-durable-one", growth_tail_over_the_durable_one),
+    Mutant("growth-gives-back-at-once", growth_gives_back_at_once),
 )
 """`no flush at open` is not among them: the superblock that every open writes is followed by a flush before
 anything is acknowledged, so leaving out the first one breaks no promise."""

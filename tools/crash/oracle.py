@@ -13,11 +13,16 @@ class Violation(Exception):
 
 @dataclass(slots=True)
 class Event:
-    """Key `key` changed to `version` (None: deleted), or perhaps did not (`maybe`)."""
+    """Key `key` changed to `version` (None: deleted), or perhaps did not (`maybe`).
+
+    One that `replaces` the version before is made when its payload is on media already: wherever it survived,
+    so did that.
+    """
 
     key: str
     version: int | None
     maybe: bool = False
+    replaces: bool = False
 
 
 class Oracle:
@@ -68,7 +73,7 @@ class Oracle:
             if not event.maybe:
                 allowed[event.key] = set()
             allowed[event.key].add(event.version)
-            if position >= self.durable_count:
+            if position >= self.durable_count and not event.replaces:
                 allowed[event.key].add(None)
         return allowed
 
