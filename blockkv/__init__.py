@@ -43,6 +43,7 @@ from blockkv.errors import (
 if TYPE_CHECKING:
     from blockkv.kv_layout import KVLayout, Part
     from blockkv.memory import empty
+    from blockkv.residency import MemoryBudget, Place, TieredStore
     from blockkv.store import (
         ArrayStore,
         CheckReport,
@@ -75,15 +76,18 @@ __all__ = [
     "InvalidArgument",
     "KVLayout",
     "LayoutMismatch",
+    "MemoryBudget",
     "NotFormatted",
     "OccupiedError",
     "Part",
+    "Place",
     "ScrubReport",
     "Store",
     "StoreClosed",
     "StoreFull",
     "StoreFuture",
     "StoreReadOnly",
+    "TieredStore",
     "VersionTooNew",
     "WrongKey",
     "WrongStore",
@@ -108,9 +112,12 @@ _LAZY = {
     "GrowingChunk": ("blockkv.store", "GrowingChunk"),
     "KVLayout": ("blockkv.kv_layout", "KVLayout"),
     "Part": ("blockkv.kv_layout", "Part"),
+    "MemoryBudget": ("blockkv.residency", "MemoryBudget"),
+    "Place": ("blockkv.residency", "Place"),
     "ScrubReport": ("blockkv.store", "ScrubReport"),
     "Store": ("blockkv.store", "Store"),
     "StoreFuture": ("blockkv.store", "StoreFuture"),
+    "TieredStore": ("blockkv.residency", "TieredStore"),
     "empty": ("blockkv.memory", "empty"),
     "format": ("blockkv.store", "format_device"),
     "open": ("blockkv.store", "open_any"),

@@ -33,11 +33,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from blockkv.catalog.index import Entry
-from blockkv.catalog.layouts import Layout, TensorSpec
 from blockkv.device.base import UNIT_BYTES, Batch, Direction, Priority, device_error
 from blockkv.errors import (
     BlockKVError,
-    CapacityExceeded,
     DeviceError,
     DeviceLost,
     GrowthEnded,
@@ -57,10 +55,11 @@ from blockkv.space.allocator import Extent
 from blockkv.store.contiguous import reserve_extent
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.leaves import GrowingLeaves
+from blockkv.store.rows import Rows
 from blockkv.store.staging import BUFFER_BYTES, Staging
 from blockkv.store.state import GROWING, State
 from blockkv.store.verify import is_damage, root_checksum
-from blockkv.tensors import Described, Segment, Tensors, allocate, describe, describe_output, read_only_error
+from blockkv.tensors import Segment, Tensors, allocate, describe, describe_output, read_only_error
 
 if TYPE_CHECKING:
     import torch
@@ -141,9 +140,7 @@ class GrowingChunk:
         )
         with state.lock:
             state.reserved[self._digest] = ((self._start, self._units),)
-        self._row: tuple[str, tuple[int, ...]] | None = None
-        """dtype and shape of a row, once there is one."""
-        self._row_bytes = 1
+        self._rows = Rows()
         self._landed_bytes = 0
         self._in_flight: deque[tuple[Batch, int]] = deque()
         """Writes of buffers, oldest first, and their buffers."""
@@ -177,7 +174,7 @@ class GrowingChunk:
 
     def __len__(self) -> int:
         """Rows so far."""
-        return self.size_bytes // self._row_bytes
+        return self.size_bytes // self._rows.row_bytes
 
     def __repr__(self) -> str:
         return f"<blockkv.GrowingChunk {self.size_bytes} of {self.capacity_bytes} bytes>"
@@ -198,7 +195,7 @@ class GrowingChunk:
         described = describe(tensors)
         with self._guard(True), self._lock:
             self._check()
-            self._accept(described)
+            self._rows.accept(described, self.size_bytes, self.capacity_bytes)
             try:
                 for address, size_bytes in described.segments:
                     self._take(address, size_bytes)
@@ -315,11 +312,8 @@ class GrowingChunk:
     def _begin_read(self, start: int, stop: int | None, out: Any, priority: Priority) -> _Read:
         """Copy what is in staging; make the batch that reads the rest."""
         self._check_growing()
-        stop = len(self) if stop is None else stop
-        if self._row is None or not 0 <= start < stop <= len(self):
-            raise InvalidArgument(f"there are rows 0 to {len(self)}; {start} to {stop} are not among them")
-        dtype, shape = self._row
-        layout = Layout("tensor", (TensorSpec("", dtype, (stop - start, *shape)),))
+        first, end = self._rows.range_of(start, stop, self.size_bytes)
+        layout = self._rows.layout(end - first)
         if out is None:
             (value,), given = allocate([layout])
             target = _Target(given.segments_of(0), given.keepalive)
@@ -329,7 +323,6 @@ class GrowingChunk:
             copied_to = [tensor.data_ptr() for tensor, _ in target.scatter_back]
             if unwritable([*(address for address, _ in target.segments), *copied_to]):
                 raise read_only_error()
-        first, end = start * self._row_bytes, stop * self._row_bytes
         batch = Batch(Direction.READ, priority)
         batch.keepalive.append(target.keepalive)
         read = _Read(value, target, batch, [], [])
@@ -420,26 +413,6 @@ class GrowingChunk:
         self._check_growing()
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-
-    def _accept(self, described: Described) -> None:
-        """Note what rows are like, or refuse other ones."""
-        if self.size_bytes + described.payload_bytes > self.capacity_bytes:
-            raise CapacityExceeded(
-                f"{self.capacity_bytes} bytes were reserved and {self.size_bytes} are in use; "
-                f"{described.payload_bytes} more do not fit: seal it, and reserve more next time"
-            )
-        known = self._row
-        for spec in described.layout.specs:
-            if not spec.shape:
-                raise InvalidArgument("a tensor without dimensions has no rows; give it one")
-            row = spec.dtype, spec.shape[1:]
-            known = known or row
-            if row != known:
-                raise InvalidArgument(
-                    f"rows are {known[0]}{list(known[1])}; {row[0]}{list(row[1])} cannot be appended"
-                )
-        first = described.layout.specs[0]
-        self._row, self._row_bytes = known, first.size_bytes // first.shape[0]
 
     def _take(self, address: int, size_bytes: int) -> None:
         """Take over a piece of payload; write what fills a buffer."""
@@ -555,7 +528,6 @@ class GrowingChunk:
 
     def _publish(self, size_bytes: int, extents: Sequence[Extent]) -> Entry:
         """Log a record of the first `size_bytes` and put it into the index. The state is being changed."""
-        assert self._row is not None
         state, old = self._state, self._entry
         while old is not None and state.index.holds(old) and state.index.leases(old):
             state.changed.wait()
@@ -565,8 +537,7 @@ class GrowingChunk:
                 "abandon it"
             )
             raise self._failure
-        dtype, shape = self._row
-        layout = Layout("tensor", (TensorSpec("", dtype, (size_bytes // self._row_bytes, *shape)),))
+        layout = self._rows.layout(size_bytes)
         leaves = self._leaves.of_all(_view(self._buffer, self._tail_bytes))
         layout_id, is_new = state.layouts.acquire(layout)
         if is_new:
