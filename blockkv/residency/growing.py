@@ -203,6 +203,7 @@ class TieredGrowingChunk:
             raise StoreFull("what grows in memory cannot be made durable: there is no room in the store")
 
     def end_with_tier(self) -> None:
+        """The tier is closed, and with it what grew in its memory is gone."""
         self._resident = None
         if self._ended is None:
             self._ended, self._ended_how = StoreClosed, "the store was closed"
