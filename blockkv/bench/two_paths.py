@@ -267,7 +267,7 @@ def _run(arm: str, target: Path, shape: Shape, group: Path, answer: Connection) 
     result: Timing | str
     try:
         work = Work(shape)
-        assert blockkv.open, "imported with what it needs"
+        assert blockkv.open is not None, "imported with what it needs"
         join(group)
         result = ARMS[arm](work, target)
     except Exception as error:
