@@ -43,6 +43,7 @@ from blockkv.errors import (
 if TYPE_CHECKING:
     from blockkv.kv_layout import KVLayout, Part
     from blockkv.memory import empty
+    from blockkv.prefix import Family, PrefixChain, prefix_keys
     from blockkv.residency import MemoryBudget, Place, TieredStore
     from blockkv.store import (
         ArrayStore,
@@ -69,6 +70,7 @@ __all__ = [
     "DeviceLost",
     "DeviceReadOnly",
     "DeviceTooSmall",
+    "Family",
     "Finding",
     "FormatError",
     "GrowingChunk",
@@ -81,6 +83,7 @@ __all__ = [
     "OccupiedError",
     "Part",
     "Place",
+    "PrefixChain",
     "ScrubReport",
     "Store",
     "StoreClosed",
@@ -95,6 +98,7 @@ __all__ = [
     "empty",
     "format",
     "open",
+    "prefix_keys",
 ]
 
 __version__ = "0.1.0"
@@ -108,12 +112,14 @@ _LAZY = {
     "ArrayStore": ("blockkv.store", "ArrayStore"),
     "CheckReport": ("blockkv.store", "CheckReport"),
     "ChunkInfo": ("blockkv.store", "ChunkInfo"),
+    "Family": ("blockkv.prefix", "Family"),
     "Finding": ("blockkv.store", "Finding"),
     "GrowingChunk": ("blockkv.store", "GrowingChunk"),
     "KVLayout": ("blockkv.kv_layout", "KVLayout"),
-    "Part": ("blockkv.kv_layout", "Part"),
     "MemoryBudget": ("blockkv.residency", "MemoryBudget"),
+    "Part": ("blockkv.kv_layout", "Part"),
     "Place": ("blockkv.residency", "Place"),
+    "PrefixChain": ("blockkv.prefix", "PrefixChain"),
     "ScrubReport": ("blockkv.store", "ScrubReport"),
     "Store": ("blockkv.store", "Store"),
     "StoreFuture": ("blockkv.store", "StoreFuture"),
@@ -121,6 +127,7 @@ _LAZY = {
     "empty": ("blockkv.memory", "empty"),
     "format": ("blockkv.store", "format_device"),
     "open": ("blockkv.store", "open_any"),
+    "prefix_keys": ("blockkv.prefix", "prefix_keys"),
 }
 
 

@@ -6,7 +6,7 @@ Geometry: 8 layers, 8 query heads on 2 KV heads (grouped-query attention), head 
 
 Invariant: every forward pass is cut at the same token positions whether or not part of the prefix came
 from the store. Equal shapes pick equal kernels, and only then are logits equal to the last bit.
-Not here: keys (`blockkv.demo.prefix`), processes (`blockkv.demo.worker`).
+Not here: keys (`blockkv.prefix`), processes (`blockkv.demo.worker`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockkv.demo.prefix import prefix_keys
+from blockkv.prefix import Family, prefix_keys
 
 if TYPE_CHECKING:
     from blockkv.demo.model import ByteLlama
@@ -70,7 +70,8 @@ class _Run:
         self.options = options
         self.model: ByteLlama = ByteLlama(Geometry(layers=options.layers, feed_forward=options.feed_forward))
         self.tokens = tokenize(prompt_text()[: options.prompt_tokens])
-        self.keys = prefix_keys(self.tokens, self.model.digest, options.chunk_tokens)
+        family = Family("demo", self.model.digest, dtype="float32", layout="lkhtd")
+        self.keys = prefix_keys(self.tokens, options.chunk_tokens, family)
         self.chunk_shape = self.model.geometry.chunk_shape(options.chunk_tokens)
         self.logits: list[torch.Tensor] = []
         self.prefill_end_s: list[float] = []
