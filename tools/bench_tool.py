@@ -135,7 +135,7 @@ def benchmark(
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
             on = DeviceOptions(**{name: options.pop(name) for name in DeviceOptions.__slots__})
             to = OutputOptions(**{name: options.pop(name) for name in OutputOptions.__slots__})
-            _refuse_plot_without_matplotlib(to)
+            refuse_plot_without_matplotlib(to)
             try:
                 function(on, to, **options)
             except BlockKVError as error:
@@ -185,7 +185,7 @@ def _parameters(size_gib: float | None, read_gb_s: float, write_gb_s: float) -> 
     ]
 
 
-def _refuse_plot_without_matplotlib(to: OutputOptions) -> None:
+def refuse_plot_without_matplotlib(to: OutputOptions) -> None:
     """Before the hours, not after them."""
     if to.plot is not None:
         try:
