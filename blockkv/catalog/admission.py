@@ -42,7 +42,7 @@ class Admission(Protocol):
         """The store is full with so many chunks, and some will leave now."""
 
 
-class SecondAsk:
+class SecondAsk(Admission):
     """A chunk is written when it is asked for the second time, whatever room there is."""
 
     def __init__(self, remembered_chunks: int = REMEMBERED_CHUNKS) -> None:
@@ -58,7 +58,7 @@ class SecondAsk:
         """Nothing: room makes no difference."""
 
 
-class Adaptive:
+class Adaptive(Admission):
     """Everything is written while there is room; then as much as earns its writes.
 
     What is asked for a second time is always admitted. Of the rest, what counts is how many new chunks the

@@ -49,7 +49,7 @@ class Eviction(Protocol):
         """Stored chunks, first to leave first. The store takes as many as it needs and may pass over some."""
 
 
-class Lru:
+class Lru(Eviction):
     """The chunk used longest ago leaves. What the index does by itself, for comparison."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Lru:
         return iter(self._order)
 
 
-class S3Fifo:
+class S3Fifo(Eviction):
     """S3-FIFO (Yang et al., SOSP'23): a small queue on trial, a main queue, a ghost of what failed the trial.
 
     A chunk that was used while in the small queue, or comes back while the ghost remembers it, goes to the
@@ -132,7 +132,7 @@ class S3Fifo:
         yield from [digest for digest in self._small if digest not in proposed]
 
 
-class PrefixAware:
+class PrefixAware(Eviction):
     """Keeps what conversations will ask for again, as far as their past tells.
 
     Each request for a prefix is a visit. A chunk belongs to the latest visit it was part of, and the chunks
