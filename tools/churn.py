@@ -458,9 +458,8 @@ def draw(figure: Any, passes: Sequence[Pass]) -> None:
         axes.set_ylabel(unit)
         axes.set_xlabel("pass")
         axes.set_xticks(range(1, len(passes) + 1, max(1, len(passes) // 10)))
-        axes.margins(y=0.1)
-        axes.set_ylim(bottom=0)
-        axes.legend()
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        axes.legend(loc="lower left")
 
 
 @bench_tool.benchmark(size_gib=2.0, read_gb_s=3.0, write_gb_s=2.4)

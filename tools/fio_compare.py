@@ -101,7 +101,7 @@ def main(
             "fio did not reach the pace: the CPU was the limit. Lower --read-gb-s and --write-gb-s, "
             "or see with --equal-memory what fio does without its buffers in the CPU's cache."
         )
-    to.draw(lambda figure: _draw(figure, results), height_in=0.35 * len(results) + 1.5)
+    to.draw(lambda figure: _draw(figure, results), width_in=12, height_in=0.35 * len(results) + 1.5)
 
 
 def _shape(text: str) -> Shape:
@@ -272,15 +272,37 @@ def _size(size_bytes: int) -> str:
 
 
 def _draw(figure: Any, results: list[CaseResult]) -> None:
-    axes = figure.subplots()
+    """Throughput in relation to fio's with its spread, and the CPU of both."""
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     names = [f"{result.case.op} {_megabytes(result)}" for result in results]
     ratios = [result.ratio for result in results]
     low = [result.ratio - result.ratio_spread[0] for result in results]
     high = [result.ratio_spread[1] - result.ratio for result in results]
-    axes.barh(names, ratios, xerr=[low, high])
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.invert_yaxis()
-    axes.set_xlabel("throughput, fio = 1")
+    colours = ["tab:blue" if result.case.op == "get" else "tab:green" for result in results]
+    left.barh(names, ratios, xerr=[low, high], color=colours, error_kw={"ecolor": "dimgrey"})
+    for position, ratio in enumerate(ratios):
+        left.text(0.02, position, f"{ratio:.2f}", color="white", va="center", fontweight="bold")
+    left.axvline(1.0, color="black", linewidth=1)
+    left.set_xlabel("throughput, fio = 1")
+    positions = range(len(results))
+    right.barh(
+        [position - 0.2 for position in positions],
+        [result.cpu_s_per_gb for result in results],
+        height=0.4,
+        color="tab:orange",
+        label="blockkv",
+    )
+    right.barh(
+        [position + 0.2 for position in positions],
+        [result.fio_cpu_s_per_gb for result in results],
+        height=0.4,
+        color="silver",
+        label="fio",
+    )
+    right.set_xlabel("CPU s/GB")
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    left.invert_yaxis()
+    left.margins(y=0.01)
 
 
 if __name__ == "__main__":

@@ -228,6 +228,10 @@ def make_environment(directory: Path, say: Callable[[str], None]) -> str:
         )
         if done.returncode:
             say(f"failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    for name, peer in PEERS.items():
+        if peer.prepare:
+            say(f"preparing {name}")
+            subprocess.run([str(python), "-c", peer.prepare], capture_output=True, check=False)
     return str(python)
 
 
@@ -355,8 +359,9 @@ def measure(
     workers: dict[str, Worker] = {}
     size = f"{chunk_bytes / MEBIBYTE:g} MiB"
     try:
-        for name, python in found.pythons.items():
+        for name, python in found.pythons.items():  # what they import takes longer than the rest
             workers[name] = Worker(python, logs / f"{places[name].name}.log")
+        for name in found.pythons:
             with failing(rows[name]):
                 progress(f"{size}: {name} starts")
                 place = str(places[name])
@@ -482,20 +487,25 @@ def cells_of(figure: dict[str, Any] | None) -> list[str]:
 
 
 def draw(figure: Any, rows: Sequence[Row]) -> None:
-    """Bars of GB/s, an op a panel, ours in another colour, at the middle chunk size."""
+    """Bars, ours in another colour: a row of panels for each chunk size, GB/s of every op and CPU of gets."""
     sizes = list(dict.fromkeys(row.chunk_bytes for row in rows))
-    chunk_bytes = sizes[len(sizes) // 2]
-    for axes, op in zip(figure.subplots(1, len(OPS), sharey=True), OPS, strict=True):
+    columns = [(OPS[0], "gb_per_s"), (OPS[1], "gb_per_s"), (OPS[2], "gb_per_s"), ("get", "cpu_s_per_gb")]
+    panels = figure.subplots(len(sizes), len(columns), sharex="col", sharey=True, squeeze=False)
+    for chunk_bytes, line in zip(sizes, panels, strict=True):
         shown = [row for row in rows if row.chunk_bytes == chunk_bytes]
-        speeds = [row.figures.get(op, {}).get("gb_per_s", 0.0) for row in shown]
         colours = ["tab:orange" if row.peer == OURS else "tab:blue" for row in shown]
-        bars = axes.barh([row.peer for row in shown], speeds, color=colours)
-        axes.bar_label(bars, [f"{speed:.2f}" if speed else "-" for speed in speeds], padding=2)
-        axes.set_title("cold get" if op == "get" else op)
-        axes.set_xlabel("GB/s")
-        axes.margins(x=0.18)
-    axes.invert_yaxis()
-    figure.suptitle(f"chunks of {chunk_bytes / MEBIBYTE:g} MiB")
+        for axes, (op, what) in zip(line, columns, strict=True):
+            values = [row.figures.get(op, {}).get(what, 0.0) for row in shown]
+            bars = axes.barh([row.peer for row in shown], values, color=colours)
+            digits = 2 if what == "gb_per_s" else 3
+            labels = [f"{value:.{digits}f}" if value else "-" for value in values]
+            axes.bar_label(bars, labels, padding=2, fontsize="small")
+            axes.margins(x=0.2)
+        line[0].set_ylabel(f"{chunk_bytes / MEBIBYTE:g} MiB", fontweight="bold")
+    for axes, (op, what) in zip(panels[0], columns, strict=True):
+        name = "cold get" if op == "get" else op
+        axes.set_title(f"{name}, GB/s" if what == "gb_per_s" else f"{name}, CPU s/GB")
+    panels[0][0].invert_yaxis()
 
 
 @bench_tool.benchmark(read_gb_s=3.0, write_gb_s=2.4)
@@ -554,7 +564,7 @@ def main(
     console.print(table(rows, found))
     for line in remarks(rows, found):
         console.print(line, highlight=False, markup=False)
-    to.draw(lambda figure: draw(figure, rows), width_in=13)
+    to.draw(lambda figure: draw(figure, rows), width_in=15, height_in=1 + 3 * len(sizes_bytes))
 
 
 if __name__ == "__main__":

@@ -264,11 +264,14 @@ def draw(path: str, series: list[dict[str, Any]]) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     counts = [one["chunks"] for one in series]
     left.plot(counts, [one["open_s"] for one in series], marker="o")
-    left.set(title="open", xlabel="chunks", ylabel="seconds", ylim=0)
+    left.set(title="open", xlabel="chunks", ylabel="seconds")
     right.plot(counts, [one["resident_bytes_per_chunk"] for one in series], marker="o", label="resident")
     right.plot(counts, [one["metadata_bytes_per_chunk"] for one in series], marker="o", label="on the device")
-    right.set(title="bytes a chunk", xlabel="chunks", ylim=0)
-    right.legend()
+    right.set(title="bytes a chunk", xlabel="chunks")
+    right.legend(loc="lower left")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -53,6 +53,8 @@ class Peer(ABC):
     """What has to be importable."""
     packages: ClassVar[tuple[str, ...]]
     """What brings it, as pip requirements; the first one's version is reported."""
+    prepare: ClassVar[str] = ""
+    """Python that does what takes long the first time, once it is installed."""
     system_package: ClassVar[str] = ""
     """What has to be installed beside that, under Debian's name."""
     durable: ClassVar[bool]

@@ -165,6 +165,7 @@ class TorchMmap(TorchSave):
 class DeepSpeedAio(FilePeer):
     name = "DeepSpeed AIO"
     what = f"aio_handle, O_DIRECT, {AIO_REQUEST_BYTES >> 10} KiB x {AIO_DEPTH}; its own pinned memory"
+    prepare = "from deepspeed.ops.op_builder import AsyncIOBuilder as B; B().load(verbose=False)"
     module = "deepspeed.ops.op_builder"
     packages = ("deepspeed", "ninja")
     system_package = "libaio-dev"
