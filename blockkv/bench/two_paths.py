@@ -245,6 +245,9 @@ def measure(arm: str, device: Path, shape: Shape, limit_bytes: int, pace: PacedD
         else:
             blockkv.format(device, force=True)
             target = device
+        # The memory of a virtual machine costs its host a lot when it is touched for the first time: half a
+        # gigabyte took 1.1 s, then 0.1 s. Nobody is to pay for that, nor to be spared it by who came before.
+        blockkv.empty(shape.kv_bytes, torch.uint8).fill_(1)
         group = stack.enter_context(memory_group(limit_bytes, pace))
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
@@ -267,7 +270,7 @@ def _run(arm: str, target: Path, shape: Shape, group: Path, answer: Connection) 
     result: Timing | str
     try:
         work = Work(shape)
-        assert blockkv.open is not None, "imported with what it needs"
+        _ = blockkv.open, blockkv.TieredStore  # what they import is not to count
         join(group)
         result = ARMS[arm](work, target)
     except Exception as error:
