@@ -269,9 +269,9 @@ def draw(path: str, series: list[dict[str, Any]]) -> None:
     right.plot(counts, [one["metadata_bytes_per_chunk"] for one in series], marker="o", label="on the device")
     right.set(title="bytes a chunk", xlabel="chunks")
     right.legend(loc="lower left")
-    for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    left.loglog()
+    right.set_xscale("log")
+    right.set_ylim(0, 1.15 * right.get_ylim()[1])
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
