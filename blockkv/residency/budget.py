@@ -7,8 +7,9 @@ The least of three answers counts, each less `keep_free_bytes` and with what the
     machine         MemAvailable of /proc/meminfo
     configuration   `ceiling_bytes`
 
-While tasks wait for memory (pressure stall information, `some avg10`, of the group or the machine) the tier
-is to give back an eighth of what it has, each time it is asked.
+While tasks wait for memory (pressure stall information, `some avg10`) the tier is to give back an eighth of
+what it has, each time it is asked. Whose tasks: those of the groups above; those of the whole machine where
+it is short of memory, for else they belong to other groups, at limits of their own.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst and accounting/psi.rst of Linux.
 """
@@ -29,6 +30,8 @@ KEEP_FREE_BYTES = 64 << 20
 PRESSURE_PERCENT = 10.0
 """Share of the last ten seconds in which some task waited for memory, from which on the tier shrinks."""
 SHRINK_SHARE = 8
+SHORT_SHARE = 8
+"""A machine is short of memory when less than an eighth of it is available."""
 UNLIMITED_BYTES = 1 << 62
 """Version 1 writes a limit that is none as the largest multiple of a page."""
 
@@ -95,9 +98,14 @@ class MemoryBudget:
                 for limit_bytes, used_bytes in [_limit_and_use(group)]
                 if limit_bytes < UNLIMITED_BYTES
             )
-        for line in _lines(self._proc / "meminfo"):
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) << 10, "MemAvailable"
+        available_bytes = self._meminfo().get("MemAvailable")
+        if available_bytes is not None:
+            yield available_bytes, "MemAvailable"
+
+    def _meminfo(self) -> dict[str, int]:
+        """Bytes by name."""
+        words = (line.replace(":", " ").split() for line in _lines(self._proc / "meminfo"))
+        return {name: int(kibibytes) << 10 for name, kibibytes, *_ in words}
 
     def _groups(self) -> Iterator[tuple[str, Path]]:
         """The control groups that may limit this process, its own first."""
@@ -117,8 +125,12 @@ class MemoryBudget:
                 group = group.parent
 
     def _pressure(self) -> float:
-        files = [group / "memory.pressure" for _, group in self._groups()]
-        return max(map(_some_avg10, [*files, self._proc / "pressure" / "memory"]))
+        roots = (self._cgroups, self._cgroups / "memory")  # the root group's is the machine's
+        files = [group / "memory.pressure" for _, group in self._groups() if group not in roots]
+        memory = self._meminfo()
+        if memory.get("MemAvailable", 0) < memory.get("MemTotal", 0) // SHORT_SHARE:
+            files.append(self._proc / "pressure" / "memory")
+        return max(map(_some_avg10, files), default=0.0)
 
 
 def _limit_and_use(group: Path) -> tuple[int, int]:

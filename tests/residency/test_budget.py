@@ -81,13 +81,22 @@ def test_version_1(machine: Machine) -> None:
 
 
 def test_pressure_shrinks_what_there_is(machine: Machine) -> None:
+    machine.write("proc/pressure/memory", pressure(30.0))
+    assert machine.estimate(own_mib=80).reason == "MemAvailable", "others, for there is enough"
+    machine.write(
+        "proc/meminfo", f"MemTotal: {9000 << 10} kB\nMemAvailable: {1000 << 10} kB\nHugePages_Total: 0\n"
+    )
+    assert machine.estimate(own_mib=80) == Estimate(70 * MIB, "pressure", 30.0)
     machine.write("proc/pressure/memory", pressure(9.9))
     assert machine.estimate(own_mib=80).reason == "MemAvailable"
-    machine.write("proc/pressure/memory", pressure(10.0))
-    assert machine.estimate(own_mib=80) == Estimate(70 * MIB, "pressure", 10.0)
-    machine.write("proc/self/cgroup", "0::/\n")
-    machine.write("cgroup/memory.pressure", pressure(40.0))
-    assert machine.estimate(own_mib=80).pressure_percent == 40.0
+
+
+def test_pressure_in_a_group(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/service/engine\n")
+    machine.write("cgroup/memory.pressure", pressure(90.0))
+    assert machine.estimate(own_mib=80).pressure_percent == 0.0
+    machine.write("cgroup/service/memory.pressure", pressure(40.0))
+    assert machine.estimate(own_mib=80) == Estimate(70 * MIB, "pressure", 40.0)
 
 
 def test_a_fixed_budget_follows_nothing(machine: Machine) -> None:
