@@ -150,6 +150,7 @@ class MemoryTier:
                 self.release(resident)
 
     def use(self, resident: Resident) -> None:
+        """A chunk in memory is used now. Under the lock."""
         self._clock += 1
         self.residents.move_to_end(resident.encoded)
         resident.last_use = self._group_use[resident.place.group] = self._clock
@@ -206,11 +207,13 @@ class MemoryTier:
             return resident
 
     def give_up(self, encoded: bytes) -> None:
+        """Let others bring that chunk to memory."""
         with self.lock:
             self._claims.discard(encoded)
             self.changed.notify_all()
 
     def count(self, name: str, size_bytes: int, of_bytes: str) -> None:
+        """Add one to a counter, and bytes to another one where it is named."""
         with self.lock:
             self._counters[name] += 1
             if of_bytes:
@@ -323,6 +326,7 @@ class MemoryTier:
     def enter(
         self, key: Key, candidate: Candidate, part: Part, layout: Layout | None, *, in_store: bool = False
     ) -> Resident:
+        """A chunk is in memory from now on. Its key is claimed, and its memory filled."""
         resident = Resident(
             key,
             candidate.key,
@@ -394,9 +398,11 @@ class MemoryTier:
         )
 
     def rank_of(self, resident: Resident) -> Any:
+        """How much a chunk deserves its memory. Under the lock."""
         return self._ranker(self.candidate_of(resident))
 
     def rebind(self) -> Estimate:
+        """Ask for the budget, and let leave what does not fit."""
         with self.lock:
             estimate = self._budget.estimate(self._arena.resident_bytes)
             self.estimate = estimate
@@ -414,6 +420,7 @@ class MemoryTier:
             self.leave(victims)
 
     def write_back_all(self) -> None:
+        """Write back what admission takes, the most deserving last."""
         with self.lock:
             waiting = sorted((one for one in self.residents.values() if one.found), key=self.rank_of)
         while waiting:
