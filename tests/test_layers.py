@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"_native", "memory"},
     {"device"},
     {"catalog", "space", "format"},
-    {"store", "tensors", "kv_layout"},
+    {"store", "tensors", "kv_layout", "gpu"},
     {"residency"},
     {"", "prefix", "testing"},  # "" is blockkv/__init__.py: the public names
     {"cli", "connectors", "demo", "bench"},

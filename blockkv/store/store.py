@@ -54,6 +54,7 @@ from blockkv.errors import (
 )
 from blockkv.format.record import key_digest
 from blockkv.format.superblock import Membership, Superblock
+from blockkv.gpu.choice import choose
 from blockkv.kv_layout import WHOLE, KVLayout, Part
 from blockkv.space.allocator import Extent
 from blockkv.store import part_gets
@@ -514,6 +515,7 @@ class Store:
         into: Into | None = None,
         lookahead_bytes: int = DEFAULT_LOOKAHEAD_BYTES,
         preload: bool = False,
+        in_hand: int = 1,
     ) -> PartStream:
         """Read chunks of one layout part by part, in the order in which they are used: an iterator.
 
@@ -531,7 +533,7 @@ class Store:
         No miss and no device that is lost raises while one iterates; `problem` tells of the latter.
 
         The chunks are leased until the stream is exhausted or closed: it is a context manager. `preload`: as
-        of `get`, until `promote`.
+        of `get`, until `promote`. Who works on several pieces at once says so with `in_hand` and uses `take`.
 
         Raises InvalidArgument (order, a look-ahead too small for one piece), LayoutMismatch, StoreClosed.
         """
@@ -546,6 +548,7 @@ class Store:
             into,
             lookahead_bytes,
             preload,
+            in_hand,
         )
 
     # -- the catalog -----------------------------------------------------------------------------------
@@ -698,6 +701,7 @@ class Store:
             "epoch": superblock.epoch,
             "engine": state.device.engine_name,
             "engine_reason": state.device.engine_reason,
+            "accelerator": asdict(choose(state.options.verify)),
             "limits": asdict(state.device.limits),
             "options": asdict(state.options),
             "read_only_reason": state.read_only_reason or "",

@@ -17,6 +17,7 @@ Not here: reading a part (`part_gets`), which leaves it needs (`part_plan`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections import deque
@@ -38,7 +39,7 @@ from blockkv.store.part_gets import ChunkSource, Leased, PartBatch, PartRead, by
 from blockkv.store.part_plan import PartPlan
 from blockkv.tensors import TENSOR_ALIGNMENT_BYTES, Described
 
-__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream", "StreamPool"]
+__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream", "StreamPool", "Taken"]
 
 DEFAULT_LOOKAHEAD_BYTES = 64 << 20
 """What a drive of 7 GB/s delivers in 9 ms: more than a queue of 32 MiB, so that it never runs empty."""
@@ -94,6 +95,9 @@ class _Group:
     reads: list[PartRead] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     pending_count: int = 0
+    """Submissions of it that are not over."""
+    hold_count: int = 0
+    """Of its pieces that were handed over, how many are not given back; one more while others are to come."""
 
 
 class StreamPool:
@@ -144,6 +148,23 @@ class StreamPool:
             executor.shutdown()
 
 
+@dataclass(slots=True)
+class Taken:
+    """A piece in the hands of a caller until it is given back."""
+
+    number: Any
+    """Along the order; a tuple of several axes."""
+    tensors: list[Any]
+    """For each valid key its part."""
+    _give_back: Callable[[], None] | None
+
+    def give_back(self) -> None:
+        """Its memory is used again from now on. Idempotent; any thread may call it."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
 class PartStream(Iterator[tuple[Any, list[Any]]]):
     """Hands over (number, tensors) in order; see `Store.stream`. Close it, or use it as a context manager.
 
@@ -161,7 +182,10 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         into: Into | None,
         lookahead_bytes: int,
         preload: bool,
+        in_hand: int,
     ) -> None:
+        if in_hand < 1:
+            raise InvalidArgument(f"in_hand is {in_hand}; a caller has one piece in hand at least")
         self._source = source
         self._pool = pool
         self._memory: Any = None
@@ -171,10 +195,17 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         self._condition = threading.Condition()
         self._closed = False
         self._current: _Group | None = None
+        """Whose pieces are handed over."""
         self._current_piece_index = 0
+        self._previous: _Group | None = None
+        """Of what `__next__` gave last."""
+        self._in_hand_limit = in_hand
+        self._out_count = 0
+        """Groups that the caller has something of."""
         self._waiting: deque[_Group] = deque()
         self._started: deque[_Group] = deque()
         self._feeding = False
+        self._ahead_limit = 0
         self._shelves: list[_Shelf] = []
         self._chunks: list[Leased] = []
         self._axes = _axes(order)
@@ -192,6 +223,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         self._valid_keys = len(self._chunks)
         try:
             groups = self._grouped(pieces, lookahead_bytes) if self._chunks else []
+            self._ahead_limit = len(groups)
             self._waiting.extend(groups)
             self._shelves = self._make_shelves(groups, lookahead_bytes)
             self._feed(1)
@@ -220,18 +252,76 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
 
         Memory of ours is used again once the piece after it is asked for, and when the stream is closed.
         """
+        if self._previous is not None:
+            self._let_go(self._previous)
+        self._previous = self._take()
+        if self._previous is None:
+            self.close()
+            raise StopIteration
+        return self._handed_over(self._previous)
+
+    def take(self) -> Taken | None:
+        """The next piece, to be given back; None at the end, after which the stream is still to be closed.
+
+        For whoever wants several in hands: as many, of whole leaves, as `in_hand` of `Store.stream` says.
+        Raises InvalidArgument where there are so many already.
+        """
+        group = self._take()
+        if group is None:
+            return None
+        return Taken(*self._handed_over(group), functools.partial(self._let_go, group))
+
+    def _take(self) -> _Group | None:
+        """Step to the next piece: the group that has it."""
         group = self._current
-        if group is None or self._current_piece_index + 1 == len(group.pieces):
-            group = self._next_group()
+        if group is not None and self._current_piece_index + 1 == len(group.pieces):
+            self._let_go(group)
+            group = self._current = None
+        if group is None:
+            group = self._current = self._next_group()
             self._current_piece_index = 0
         else:
             self._current_piece_index += 1
         if group is None or not self._valid_keys:
-            self.close()
-            raise StopIteration
+            return None
+        with self._condition:
+            group.hold_count += 1
+        return group
+
+    def _handed_over(self, group: _Group) -> tuple[Any, list[Any]]:
+        """The current piece."""
         piece = group.pieces[self._current_piece_index]
         tensors = [self._cut(group, piece, value) for value in group.values[: self._valid_keys]]
         return _said(piece.numbers), tensors
+
+    @property
+    def in_hand_limit(self) -> int:
+        """How many pieces a caller may have in hand."""
+        return self._in_hand_limit
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next piece is there, so that nobody waits for it."""
+        with self._condition:
+            group = self._current
+            if group is not None and self._current_piece_index + 1 < len(group.pieces):
+                return True
+            return bool(self._started) and not self._started[0].pending_count
+
+    @property
+    def ahead_limit(self) -> int:
+        """How many submissions may be ahead of what was handed over, within the bound in bytes."""
+        return self._ahead_limit
+
+    @ahead_limit.setter
+    def ahead_limit(self, count: int) -> None:
+        self._ahead_limit = max(1, count)
+        self._feed_soon()
+
+    @property
+    def memory(self) -> Any:
+        """Where the pieces are put, as bytes; None where that is the caller's, or the stream is closed."""
+        return self._memory
 
     def close(self) -> None:
         """Wait for what the device is reading, start nothing more, give the leases back. Idempotent."""
@@ -260,18 +350,28 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
     # -- inside ----------------------------------------------------------------------------------------
 
     def _next_group(self) -> _Group | None:
-        """Let go of the group that was handed over and wait for the one after it."""
+        """Wait for the next group."""
         with self._condition:
-            if self._current is not None:
-                assert self._current.shelf is not None
-                self._shelves.append(self._current.shelf)
-                self._current = None
+            if self._out_count >= self._in_hand_limit:
+                raise InvalidArgument(f"{self._out_count} pieces are in hand; give one back before another")
             self._condition.wait_for(self._is_decided)
             if self._closed or not self._valid_keys or not self._started:
                 return None
-            self._current = self._started.popleft()
+            group = self._started.popleft()
+            group.hold_count = 1
+            self._out_count += 1
         self._feed_soon()
-        return self._current
+        return group
+
+    def _let_go(self, group: _Group) -> None:
+        with self._condition:
+            group.hold_count -= 1
+            if group.hold_count:
+                return
+            assert group.shelf is not None
+            self._shelves.append(group.shelf)
+            self._out_count -= 1
+        self._feed_soon()
 
     def _is_decided(self) -> bool:
         """Whether the next group is there, or it is sure that there will be none."""
@@ -303,9 +403,11 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
                     return
 
     def _has_room(self) -> bool:
-        # One shelf is for what the caller has in hands.
-        free = len(self._shelves) - (self._current is None)
-        return bool(self._waiting and self._valid_keys and not self._closed and free > 0)
+        # Some shelves are for what the caller has, or may have, in hands.
+        free = len(self._shelves) - (self._in_hand_limit - self._out_count)
+        if not self._waiting or not self._valid_keys or self._closed:
+            return False
+        return free > 0 and len(self._started) < self._ahead_limit
 
     def _feed(self, count: int) -> None:
         """Ask for at most `count` groups, as far as there is memory. On one thread at a time."""
@@ -457,7 +559,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         if not groups:
             return []
         dearest = max(group.cost_bytes for group in groups)
-        count = min(lookahead_bytes // dearest + 1, len(groups) + 1)
+        count = min(lookahead_bytes // dearest, len(groups)) + self._in_hand_limit
         if self._into is not None:
             return [_Shelf() for _ in range(count)]
         shelf_bytes = len(self._chunks) * max(_place_bytes(group.plan.layout) for group in groups)

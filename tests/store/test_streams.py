@@ -208,6 +208,31 @@ def test_chunks_of_a_stream_are_not_evicted(device: SimulatedDevice, open_on: An
     assert layer == LAYERS - 1
 
 
+def test_several_pieces_in_hand_stay_until_they_are_given_back(store: blockkv.Store) -> None:
+    whole = fill(store, 2)
+    bound = 2 * 2 * LAYER_BYTES
+    with store.stream(whole, layout=LAYOUT, lookahead_bytes=bound, in_hand=2) as stream:
+        held = [stream.take(), stream.take()]
+        with pytest.raises(blockkv.InvalidArgument, match="give one back"):
+            stream.take()
+        held[0].give_back()
+        held[0].give_back()
+        seen = [held[1]]
+        while (taken := stream.take()) is not None:
+            for piece in (seen[-1], taken):
+                for tensor, there in zip(piece.tensors, whole.values(), strict=True):
+                    assert torch.equal(tensor, there[piece.number : piece.number + 1])
+            seen[-1].give_back()
+            seen.append(taken)
+        assert [piece.number for piece in seen] == list(range(1, LAYERS))
+        assert stream.peak_bytes <= bound
+        assert stream.memory_bytes == bound + 2 * 2 * LAYER_BYTES
+        assert store._state.any_leased(), "until it is closed"
+    assert not store._state.any_leased()
+    with pytest.raises(blockkv.InvalidArgument, match="in_hand"):
+        store.stream(whole, layout=LAYOUT, in_hand=0)
+
+
 @pytest.mark.parametrize("how", ["close", "forgotten", "exhausted"])
 def test_leases_end_with_the_stream(store: blockkv.Store, how: str) -> None:
     whole = fill(store, 2)
