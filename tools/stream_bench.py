@@ -45,6 +45,8 @@ from blockkv.errors import BlockKVError
 KIBIBYTE, MEBIBYTE = 1 << 10, 1 << 20
 QUEUE_LAYERS = 8
 """Of the chunks of the trace. Of 1 MiB each layer is one leaf."""
+EDGE_BYTES = 2 * 128 * KIBIBYTE
+"""What is read beyond a layer that does not begin and end with a leaf, at most, where chunks have 32 MiB."""
 STORE_SHARE = 1.25
 """Size of a device that is made, per payload on it."""
 
@@ -181,7 +183,7 @@ def serve(
 
     def stream_of(one: Work, early: bool) -> Any:
         # Two layers each: the first, and the next while that is in hand.
-        bound_bytes = 2 * len(one.keys) * layer_bytes
+        bound_bytes = 2 * len(one.keys) * (layer_bytes + EDGE_BYTES)
         return store.stream(one.keys, layout=layout, lookahead_bytes=bound_bytes, preload=early)
 
     def admit() -> None:
