@@ -22,7 +22,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -109,8 +108,11 @@ class StreamPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._called = threading.Condition(self._lock)
         self._kept: list[Any] = []
-        self._executor: ThreadPoolExecutor | None = None
+        self._calls: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._ended = False
 
     def take(self, size_bytes: int) -> Any:
         """Bytes of any content, at least that many."""
@@ -132,20 +134,35 @@ class StreamPool:
     def soon(self, call: Callable[[], None]) -> None:
         """Call it on the thread of the pool; at once where that has ended."""
         with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, "blockkv-stream")
-        try:
-            self._executor.submit(call)
-        except RuntimeError:
+            at_once = self._ended
+            if not at_once:
+                self._calls.append(call)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="blockkv-stream", daemon=True)
+                    self._thread.start()
+                self._called.notify()
+        if at_once:
             call()
 
     def end(self) -> None:
         """The store is closed."""
         with self._lock:
             self._kept.clear()
-            executor = self._executor
-        if executor is not None:
-            executor.shutdown()
+            self._ended = True
+            self._called.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        # An executor would do, and takes as long to be told of a call as a layer takes to be handed over.
+        while True:
+            with self._lock:
+                self._called.wait_for(lambda: self._calls or self._ended)
+                if not self._calls:
+                    return
+                call = self._calls.popleft()
+            call()
+            del call
 
 
 @dataclass(slots=True)
@@ -364,6 +381,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         return group
 
     def _let_go(self, group: _Group) -> None:
+        # Nothing more can be asked for because of this: the shelf is kept for what the caller takes next.
         with self._condition:
             group.hold_count -= 1
             if group.hold_count:
@@ -371,7 +389,6 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
             assert group.shelf is not None
             self._shelves.append(group.shelf)
             self._out_count -= 1
-        self._feed_soon()
 
     def _is_decided(self) -> bool:
         """Whether the next group is there, or it is sure that there will be none."""
