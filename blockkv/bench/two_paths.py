@@ -36,6 +36,8 @@ from blockkv.errors import BlockKVError
 
 __all__ = ["ARMS", "Shape", "Timing", "measure"]
 
+SPARE_BYTES = 256 << 20
+"""Touched besides what a process may have: others take some of it before that process does."""
 PIECE_BYTES = 16 << 20
 """Prefill hands over at most so much at a time."""
 
@@ -247,7 +249,7 @@ def measure(arm: str, device: Path, shape: Shape, limit_bytes: int, pace: PacedD
             target = device
         # The memory of a virtual machine costs its host a lot when it is touched for the first time: half a
         # gigabyte took 1.1 s, then 0.1 s. Nobody is to pay for that, nor to be spared it by who came before.
-        blockkv.empty(shape.kv_bytes, torch.uint8).fill_(1)
+        blockkv.empty(max(limit_bytes, shape.kv_bytes) + SPARE_BYTES, torch.uint8).fill_(1)
         group = stack.enter_context(memory_group(limit_bytes, pace))
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
