@@ -127,6 +127,8 @@ void bkv_reactor_wake(struct bkv_reactor *reactor);
 void bkv_reactor_abandon(struct bkv_reactor *reactor);
 
 int bkv_pool_start(struct bkv_engine *engine);
+/* Reads or writes what is left of an operation, here and now: bytes moved, or a negative errno. */
+int32_t bkv_pool_transfer(struct bkv_engine *engine, const struct bkv_operation *operation);
 void bkv_pool_stop(struct bkv_engine *engine);
 
 int bkv_workers_start(struct bkv_engine *engine);

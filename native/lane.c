@@ -59,10 +59,27 @@ static bool is_open(struct bkv_engine *engine)
     return lane->state == BKV_LANE_OPEN;
 }
 
+/* Carries out, by other system calls, what the kernel has not got and will not. */
+static void carry_out_here(struct bkv_engine *engine)
+{
+    struct bkv_lane *lane = &engine->lane;
+    uint64_t user_data;
+    while (bkv_ring_take_back(&lane->ring, &user_data)) {
+        struct bkv_operation *operation = (struct bkv_operation *)(uintptr_t)user_data;
+        lane->in_flight--;
+        operation = bkv_operation_settle(engine, operation, bkv_pool_transfer(engine, operation), &lane->again);
+        if (operation)
+            bkv_engine_finish(engine, operation);
+    }
+}
+
 static void enter(struct bkv_engine *engine, uint32_t wait_count)
 {
     bkv_count(&engine->counts.ring_enters, 1);
-    if (bkv_ring_enter(&engine->lane.ring, wait_count)) {
+    int code = bkv_ring_enter(&engine->lane.ring, wait_count);
+    if (bkv_ring_is_forbidden(code))
+        carry_out_here(engine);
+    if (code && engine->lane.in_flight) {
         /* As in the reactor: requests in flight own the caller's memory, so there is nothing to do but come back. */
         struct timespec pause = {.tv_sec = 0, .tv_nsec = 1000000};
         nanosleep(&pause, NULL);

@@ -9,7 +9,7 @@
 /* Enough 256 KiB requests in flight to fill an NVMe drive; more threads only contend. */
 enum { POOL_THREADS = 16 };
 
-static int32_t transfer(struct bkv_engine *engine, const struct bkv_operation *operation)
+int32_t bkv_pool_transfer(struct bkv_engine *engine, const struct bkv_operation *operation)
 {
     uint32_t count;
     const struct iovec *memory = bkv_operation_memory(operation, &count);
@@ -39,7 +39,8 @@ static void carry_out(struct bkv_engine *engine, struct bkv_operation *operation
     struct bkv_operation_list again = {0};
     bkv_list_push(&again, operation);
     while ((operation = bkv_list_pop(&again))) {
-        struct bkv_operation *finished = bkv_operation_settle(engine, operation, transfer(engine, operation), &again);
+        int32_t result = bkv_pool_transfer(engine, operation);
+        struct bkv_operation *finished = bkv_operation_settle(engine, operation, result, &again);
         if (finished)
             bkv_engine_finish(engine, finished);
     }

@@ -460,6 +460,21 @@ static void arm_event(struct bkv_reactor *reactor)
     reactor->event_armed = true;
 }
 
+/* Carries out, by other system calls, what the kernel has not got and will not. */
+static void carry_out_here(struct bkv_reactor *reactor)
+{
+    struct bkv_operation_list heavy[BKV_PRIORITY_COUNT] = {0};
+    uint64_t user_data;
+    while (bkv_ring_take_back(&reactor->ring, &user_data)) {
+        struct bkv_operation *operation = (struct bkv_operation *)(uintptr_t)user_data;
+        if (user_data == ALARM_TAG)
+            reactor->event_armed = reactor->event_read = false;
+        else if (user_data != EVENT_TAG)
+            complete(reactor, operation, bkv_pool_transfer(reactor->engine, operation), heavy);
+    }
+    bkv_workers_add(reactor->engine, heavy);
+}
+
 static void enter(struct bkv_reactor *reactor)
 {
     struct bkv_inbox *inbox = &reactor->engine->inbox;
@@ -472,7 +487,9 @@ static void enter(struct bkv_reactor *reactor)
     bkv_count(&reactor->engine->counts.ring_enters, 1);
     /* Between the event and its alarm nothing is armed: the alarm is due at once. */
     int code = bkv_ring_enter(&reactor->ring, !sleep ? 0 : reactor->event_read ? 1 : wait_count(reactor));
-    if (code) {
+    if (bkv_ring_is_forbidden(code))
+        carry_out_here(reactor);
+    if (code && reactor->in_flight) {
         /* The kernel is short of memory for requests, or the ring was taken from us (a late seccomp filter).
          * Requests in flight still own callers' memory, so there is nothing to do but to come back. */
         struct timespec pause = {.tv_sec = 0, .tv_nsec = 1000000};

@@ -68,6 +68,24 @@ int bkv_ring_enter(struct bkv_ring *ring, uint32_t wait_count)
     return submitted >= 0 || submitted == -EINTR || submitted == -ETIME ? 0 : submitted;
 }
 
+bool bkv_ring_is_forbidden(int code)
+{
+    return code == -EPERM || code == -EACCES || code == -ENOSYS;
+}
+
+bool bkv_ring_take_back(struct bkv_ring *ring, uint64_t *user_data)
+{
+    /* The kernel looks at the tail when it is entered, and it was not. */
+    struct io_uring_sq *queue = &ring->uring.sq;
+    if (*queue->ktail == *queue->khead)
+        return false;
+    unsigned last = *queue->ktail - 1;
+    unsigned shift = !!(ring->uring.flags & IORING_SETUP_SQE128);
+    *user_data = queue->sqes[(last & queue->ring_mask) << shift].user_data;
+    *queue->ktail = queue->sqe_head = queue->sqe_tail = last;
+    return true;
+}
+
 bool bkv_ring_next(struct bkv_ring *ring, uint64_t *user_data, int32_t *result)
 {
     /* Not io_uring_peek_cqe: it may enter the kernel, which the reactor does itself, once for many. */

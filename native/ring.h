@@ -35,6 +35,12 @@ void bkv_ring_prepare(struct io_uring_sqe *sqe, struct bkv_operation *operation,
  * errno. */
 int bkv_ring_enter(struct bkv_ring *ring, uint32_t wait_count);
 
+/* Whether a negative errno of bkv_ring_enter says that this thread may not enter any more: a seccomp filter. */
+bool bkv_ring_is_forbidden(int code);
+
+/* Takes back the latest entry that the kernel has not got. False: there is none. */
+bool bkv_ring_take_back(struct bkv_ring *ring, uint64_t *user_data);
+
 bool bkv_ring_next(struct bkv_ring *ring, uint64_t *user_data, int32_t *result);
 
 /* Register the device as file 0; make room for registered buffers; fill one entry of that table. */

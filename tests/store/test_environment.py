@@ -332,14 +332,22 @@ def test_io_uring_forbidden(block_targets: Any, code: int) -> None:
     assert "seccomp" in refusal
 
 
-def test_io_uring_forbidden_later_in_this_thread(target: Path) -> None:
-    """The usual filter binds the thread that asks for it: the engine's threads go on."""
+@pytest.mark.parametrize("all_threads", [False, True])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_io_uring_forbidden_later(target: Path, code: int, all_threads: bool) -> None:
+    """What the kernel has not got by then, and all that comes later, is read and written without a ring."""
 
     def act() -> str:
         with blockkv.open(target, engine="io_uring") as store:
             exercise(store)
-            forbid(IO_URING_SETUP, IO_URING_ENTER, IO_URING_REGISTER, code=errno.EPERM)
+            forbid(IO_URING_SETUP, IO_URING_ENTER, IO_URING_REGISTER, code=code, all_threads=all_threads)
             exercise(store, 100)
+            futures = [store.submit_put(f"future {number}", bytes(3_000_000)) for number in range(8)]
+            assert all(future.result(60) for future in futures)
+            found = [store.submit_get(f"future {number}") for number in range(8)]
+            assert all(future.result(60).numel() == 3_000_000 for future in found)
+            store.checkpoint()
+            assert store.check(payload=True).ok
             return str(store.info()["engine"])
 
     assert in_child(act) == "io_uring"
