@@ -192,23 +192,28 @@ class TinyLfu(Told):
             self._main.removed(digest)
 
     def victims(self) -> Iterator[bytes]:
-        candidates = self._main.victims()
+        count = len(self._window) + self._main_count
+        while self._main_count < (1 - self.WINDOW) * count:
+            self._promote()
+        candidates = iter(list(self._main.victims()))
         held = next(candidates, None)
-        while len(self._window) > self.WINDOW * (len(self._window) + self._main_count) or held is None:
+        while held is not None:
             if not self._window:
-                return
-            newcomer = self._window.popitem(last=False)[0]
-            self._main.inserted(newcomer)
-            self._main_count += 1
-            if held is None or self._asks[newcomer] <= self._asks[held]:
+                yield held
+                held = next(candidates, None)
+                continue
+            newcomer = self._promote()
+            if self._asks[newcomer] <= self._asks[held]:
                 yield newcomer
             else:
                 yield held
-                candidates = (one for one in list(self._main.victims()) if one != held)
                 held = next(candidates, None)
-        while held is not None:
-            yield held
-            held = next(candidates, None)
+
+    def _promote(self) -> bytes:
+        newcomer = self._window.popitem(last=False)[0]
+        self._main.inserted(newcomer)
+        self._main_count += 1
+        return newcomer
 
 
 class Greedy(Told):

@@ -192,6 +192,13 @@ class Index:
         """Whether that very put is in the index."""
         return self.get(entry.digest) == entry
 
+    def idle(self, digest: bytes) -> Entry | None:
+        """The entry, if it has neither leases nor pins."""
+        place = lib.bkv_index_find(self._index, digest)
+        if not place or lib.bkv_index_leases(self._index, place) or lib.bkv_index_pin(self._index, place, 0):
+            return None
+        return self._entry(place)
+
     def touch(self, digest: bytes) -> None:
         """Make a chunk the last to be evicted. Unknown digests are ignored."""
         place = lib.bkv_index_find(self._index, digest)

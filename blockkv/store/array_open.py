@@ -20,10 +20,12 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from blockkv.catalog.admission import Admission
+from blockkv.catalog.eviction import Eviction
 from blockkv.device.base import Device
 from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, InvalidArgument, WrongStore
 from blockkv.format.geometry import SLOTS_PER_COPY
@@ -33,6 +35,7 @@ from blockkv.store.array_term import Standing, set_of, standing_of
 from blockkv.store.create import Target, several
 from blockkv.store.discards import DEFAULT_BYTES_PER_S
 from blockkv.store.interrupts import interrupts
+from blockkv.store.keeping import Policies
 from blockkv.store.log import write_superblock
 from blockkv.store.member import Member
 from blockkv.store.recovery import next_epoch, read_superblock, recover
@@ -77,6 +80,9 @@ def open_any(
     discard: bool = False,
     max_store_bytes: int = 256 << 20,
     discard_bytes_per_s: float = DEFAULT_BYTES_PER_S,
+    eviction: str | Callable[[], Eviction] = "lru",
+    admission: str | Callable[[], Admission] = "all",
+    quotas: Mapping[str, int] | None = None,
 ) -> Store:
     """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
 
@@ -90,6 +96,12 @@ def open_any(
     `discard_freed` alone does it. `max_store_bytes`: payload of puts that the device may have at once; more
     wait, or may be dropped.
 
+    `eviction`: who leaves when it is full, "lru", "prefix" or "s3fifo"; `admission`: what is written at all,
+    "all", "twice" or "adaptive"; or a function that makes a policy (`blockkv.catalog.eviction.Eviction`,
+    `blockkv.catalog.admission.Admission`). `quotas`: most payload bytes by family, which is what keys begin
+    with up to their first slash (`Family.name`); a family above its own loses chunks of its own. Policies
+    count anew after every open.
+
     Several paths, in any order, open the array that was formatted on them. All members have to be there.
     `degraded` does without those that are missing: left out of the list, or their path leads nowhere. What
     they hold is a miss. Open for writing, it means that they are emptied when they come back. Options count
@@ -102,7 +114,10 @@ def open_any(
     an array are missing, or of several arrays; a member is opened alone for writing).
     """
     paths = several(path)
-    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s)
+    policies = Policies(eviction, admission, quotas)
+    options = check_options(
+        evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s, policies
+    )
     if len(paths) == 1 and not degraded:
         return open_store(
             paths[0],
@@ -115,6 +130,7 @@ def open_any(
             discard=discard,
             max_store_bytes=max_store_bytes,
             discard_bytes_per_s=discard_bytes_per_s,
+            policies=policies,
         )
     with interrupts, contextlib.ExitStack() as stack:
         found: list[_Found] = []

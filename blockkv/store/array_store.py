@@ -48,6 +48,7 @@ from blockkv.store.check import CheckReport
 from blockkv.store.finding import Finding, Remedy
 from blockkv.store.growing import STORED_ALREADY, GrowingChunk
 from blockkv.store.interrupts import interrupts
+from blockkv.store.keeping import Stay
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.member import Member
 from blockkv.store.numbers import is_number
@@ -123,6 +124,7 @@ class _Wish:
     droppable: bool
     deadline_ns: int
     """In `time.monotonic_ns`; 0: none."""
+    stays: Stay | None
 
 
 class _Stopped(Exception):
@@ -342,8 +344,11 @@ class ArrayStore(Store):
 
     def lookup(self, keys: Iterable[Key]) -> int:
         self._check_open()
-        length = 0
-        for key in several_keys(keys):
+        wanted, length = several_keys(keys), 0
+        for member in self._present:
+            if member.store.keeps:
+                member.store._looked_up(wanted)
+        for key in wanted:
             if self._holder(key_digest(encode_key(key))) is None:
                 break
             length += 1
@@ -663,9 +668,14 @@ class ArrayStore(Store):
     # -- puts ------------------------------------------------------------------------------------------
 
     def _put(
-        self, items: list[tuple[Key, Tensors]], durable: bool, droppable: bool, deadline_ns: int
+        self,
+        items: list[tuple[Key, Tensors]],
+        durable: bool,
+        droppable: bool,
+        deadline_ns: int,
+        stays: Stay | None = None,
     ) -> tuple[list[bool], dict[int, BlockKVError]]:
-        wish = _Wish(durable, droppable, deadline_ns)
+        wish = _Wish(durable, droppable, deadline_ns, stays)
         results = [False] * len(items)
         errors: dict[int, BlockKVError] = {}
         with self._operation(writing=True):
@@ -1047,11 +1057,16 @@ class _JointProgress:
 
 
 def _put_on(member: Member, puts: Sequence[_Put], wish: _Wish) -> list[bool | BlockKVError]:
-    pairs = [(put.key, put.value) for put in puts]
+    pairs, stays = [(put.key, put.value) for put in puts], wish.stays or Stay()
     try:
         return list(
             member.store.put_many(
-                pairs, wish.durable, droppable=wish.droppable, deadline_s=left_s(wish.deadline_ns)
+                pairs,
+                wish.durable,
+                droppable=wish.droppable,
+                deadline_s=left_s(wish.deadline_ns),
+                ttl_s=stays.ttl_s,
+                priority=stays.priority,
             )
         )
     except BatchError as error:

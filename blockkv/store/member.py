@@ -50,6 +50,7 @@ class Member:
     def holds(self, digest: bytes) -> bool:
         """Whether a chunk with this digest is stored. RAM only."""
         with self._state.lock:
+            self._state.expire()
             return digest in self._state.index
 
     def claims(self, digest: bytes) -> tuple[bool, bool]:
@@ -57,6 +58,7 @@ class Member:
         is deleted), as of now.
         """
         with self._state.lock:
+            self._state.expire()
             held = digest in self._state.index or digest in self._state.reserved
             return held, self._state.deletes_undurably(digest)
 

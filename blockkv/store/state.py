@@ -12,7 +12,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from blockkv.catalog.index import Entry, Index
@@ -25,6 +25,7 @@ from blockkv.format.geometry import Geometry
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
 from blockkv.space.allocator import Allocator, Extent
 from blockkv.store.discards import DEFAULT_BYTES_PER_S, Discards
+from blockkv.store.keeping import Keeping, Policies
 from blockkv.store.log import Log
 from blockkv.store.recovery import Recovered
 
@@ -49,6 +50,7 @@ class Options:
     commit_interval_ms: float | None = 10.0
     max_store_bytes: int = 256 << 20
     discard_bytes_per_s: float = DEFAULT_BYTES_PER_S
+    policies: Policies = field(default_factory=Policies)
 
 
 SNAPSHOT_PAGES = 64
@@ -130,6 +132,10 @@ class State:
             lambda: StateSnapshot(self),
             self._freed,
         )
+        self.keeping: Keeping | None = None
+        """None as long as only the least recently used leave, and everything may come in and stay."""
+        if not options.policies.are_default and not self.read_only_reason:
+            self.keep()
         with self.lock:
             for digest, extents in recovered.dropped:
                 # Their pages say PUT and count as flushed once this epoch's first page is written; only a
@@ -173,6 +179,8 @@ class State:
             base_bytes=self.geometry.data.offset_bytes,
             room_bytes=record_bytes_at_most,
         )
+        if self.keeping is not None:
+            self.keeping.inserted(digests, keys)
         return self.log.append(records)
 
     def delete(self, entry: Entry) -> int:
@@ -223,20 +231,58 @@ class State:
 
         Returns how many units will come back when their deletes are durable.
         """
+        self.expire()
         wanted = max(units, min(self.geometry.data_units // EVICT_SHARE, EVICT_LIMIT_UNITS))
-        return self.evict_all(self.index.first_victims(wanted))
+        keeping = self.keeping
+        return self.evict_all(
+            self.index.first_victims(wanted) if keeping is None else keeping.victims(wanted)
+        )
 
     def evict_all(self, places: array[int]) -> int:
         """Delete the chunks at these places, which nobody reads, to make room; returns what `evict` does."""
         taken = self.index.take(places)
         if not taken.digests:
             return 0
+        if self.keeping is not None:
+            self.keeping.left(taken.digests)
         for layout_id, count in Counter(taken.layout_ids).items():
             self.layouts.release(layout_id, count)
         self.defer(taken.extents, self._append_deletes(taken.digests))
         self.counters["chunks_evicted"] += len(taken.digests)
         self.counters["bytes_evicted"] += taken.payload_bytes
         return sum(count for _, count in taken.extents)
+
+    def keep(self) -> Keeping:
+        """What policies, priorities and the rest need: made now, if nothing has needed it so far."""
+        if self.keeping is None:
+            self.keeping = Keeping(self.index, self.options.policies)
+        return self.keeping
+
+    def expire(self) -> None:
+        """Delete chunks whose time to live is over."""
+        if self.keeping is None:
+            return
+        expired = self.keeping.expired()
+        if expired:
+            with self.changing:
+                self.counters["chunks_expired"] += self._delete_all(expired)
+
+    def keep_quotas(self) -> None:
+        """Evict from families that are above their quota, until they are not."""
+        if self.keeping is not None:
+            with self.changing:
+                for digest in self.keeping.excess():
+                    entry = self.index.get(digest)
+                    assert entry is not None
+                    self.delete(entry)
+                    self.counters["chunks_evicted"] += 1
+                    self.counters["bytes_evicted"] += entry.payload_bytes
+
+    def _delete_all(self, digests: Sequence[bytes]) -> int:
+        entries = [entry for digest in digests if (entry := self.index.get(digest)) is not None]
+        for entry in entries:
+            self.delete(entry)
+        return len(entries)
 
     @property
     def record_room_bytes(self) -> int:
@@ -254,6 +300,8 @@ class State:
             pins = self.index.pins(old)
             self._forget(old)
         entry = self.index.insert(b"".join(records))
+        if self.keeping is not None:
+            self.keeping.inserted([entry.digest], [entry.key])
         if pins:
             self.index.pin(entry.digest, pins)
         self.log.append(records)
@@ -272,6 +320,8 @@ class State:
         removed = self.index.remove(entry.digest)
         assert removed == entry
         self.layouts.release(entry.layout_id)
+        if self.keeping is not None:
+            self.keeping.left([entry.digest])
 
     def _append_deletes(self, digests: Sequence[bytes]) -> int:
         """Log that these chunks are gone. Returns the log sequence of the last DELETE."""

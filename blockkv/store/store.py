@@ -65,7 +65,9 @@ from blockkv.store.finding import Finding
 from blockkv.store.gets import GetRun
 from blockkv.store.growing import GrowingChunk, Guard, reserve
 from blockkv.store.interrupts import interrupts
-from blockkv.store.keys import Key, encode_key
+from blockkv.store.keeping import Policies, Stay, stay
+from blockkv.store.kept_puts import put_kept
+from blockkv.store.keys import Key, encode_key, encode_keys
 from blockkv.store.log import write_superblock
 from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, lease
@@ -205,6 +207,8 @@ class Store:
         *,
         droppable: bool = False,
         deadline_s: float | None = None,
+        ttl_s: float | None = None,
+        priority: int = 0,
     ) -> bool:
         """Store `tensors` under `key`.
 
@@ -219,9 +223,15 @@ class Store:
         instead, and so is, with `deadline_s`, what the device has not got so many seconds from now: False,
         and the counter `put_dropped`. Waiting for space or for durability has no deadline.
 
+        A chunk that is new with this put is deleted `ttl_s` seconds later, and leaves before all of higher
+        `priority`. Both are forgotten when the store is closed. What the admission policy does not want is
+        not written: False, and the counter `put_refused`.
+
         Raises InvalidArgument (key, tensor), StoreFull, StoreReadOnly, StoreClosed, DeviceError.
         """
-        results, errors = self._put([(key, tensors)], durable, droppable, due_ns(deadline_s))
+        results, errors = self._put(
+            [(key, tensors)], durable, droppable, due_ns(deadline_s), stay(ttl_s, priority)
+        )
         if errors:
             raise errors[0]
         return results[0]
@@ -233,6 +243,8 @@ class Store:
         *,
         droppable: bool = False,
         deadline_s: float | None = None,
+        ttl_s: float | None = None,
+        priority: int = 0,
     ) -> list[bool]:
         """`put` for many chunks in one submission and, with `durable`, one flush for all.
 
@@ -242,7 +254,7 @@ class Store:
         pairs = listed(items.items() if isinstance(items, Mapping) else items, "(key, tensors) pairs")
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
-        results, errors = self._put(pairs, durable, droppable, due_ns(deadline_s))
+        results, errors = self._put(pairs, durable, droppable, due_ns(deadline_s), stay(ttl_s, priority))
         if errors:
             raise BatchError(results, errors)
         return results
@@ -255,9 +267,11 @@ class Store:
         *,
         droppable: bool = False,
         deadline_s: float | None = None,
+        ttl_s: float | None = None,
+        priority: int = 0,
     ) -> StoreFuture[bool]:
         """`put` in the background, on one of a few threads. The future can be waited for or awaited."""
-        deadline_ns = due_ns(deadline_s)
+        deadline_ns, stays = due_ns(deadline_s), stay(ttl_s, priority)
         with self._shared_lock:
             self._check_open()
             if self._executor is None:
@@ -268,7 +282,7 @@ class Store:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                results, errors = self._put([(key, tensors)], durable, droppable, deadline_ns)
+                results, errors = self._put([(key, tensors)], durable, droppable, deadline_ns, stays)
                 if errors:
                     raise errors[0]
                 future.set_result(results[0])
@@ -481,6 +495,8 @@ class Store:
                 future.set_result(run.results[0])
             then()
 
+        if self._state.keeping is not None:
+            self._note_gets([wish.key])
         run: GetRun | PartCall
         if wish.layout is None:
             run = GetRun(
@@ -558,23 +574,43 @@ class Store:
         digest = key_digest(encode_key(key))
         self._check_open()
         with self._state.lock:
+            self._state.expire()
             return digest in self._state.index
 
     def lookup(self, keys: Iterable[Key]) -> int:
-        """How many of `keys`, from the first on, are stored without a gap. RAM only."""
+        """How many of `keys`, from the first on, are stored without a gap. RAM only.
+
+        For policies this is a request for that prefix: give all of its keys, also those that cannot be there.
+        """
         self._check_open()
-        length = 0
-        for key in several_keys(keys):
+        wanted, length = several_keys(keys), 0
+        if self._state.keeping is not None:
+            self._looked_up(wanted)
+        for key in wanted:
             if not self.contains(key):
                 break
             length += 1
         return length
+
+    @property
+    def keeps(self) -> bool:
+        """Whether policies, priorities, expiry or quotas have a say here."""
+        return self._state.keeping is not None
+
+    def _looked_up(self, keys: Sequence[Key]) -> None:
+        """Tell the policies of a request for a prefix."""
+        digests = [key_digest(encode_key(key)) for key in keys]
+        with self._state.lock:
+            if self._state.keeping is not None:
+                self._state.keeping.looked_up(digests)
 
     def touch(self, key: Key) -> bool:
         """Count a use: the chunk becomes the last to be evicted. False when it is not there."""
         with self._found(key) as entry:
             if entry is not None:
                 self._state.index.touch(entry.digest)
+                if self._state.keeping is not None:
+                    self._state.keeping.used([entry.digest])
             return entry is not None
 
     def pin(self, key: Key) -> bool:
@@ -589,6 +625,7 @@ class Store:
         digest = key_digest(encode_key(key))
         self._check_open()
         with interrupts, self._state.lock:
+            self._state.expire()
             return self._state.index.pin(digest, change)
 
     def keys(self) -> Iterator[str | bytes]:
@@ -703,7 +740,7 @@ class Store:
             "engine_reason": state.device.engine_reason,
             "accelerator": asdict(choose(state.options.verify)),
             "limits": asdict(state.device.limits),
-            "options": asdict(state.options),
+            "options": {**asdict(state.options), "policies": state.options.policies.described()},
             "read_only_reason": state.read_only_reason or "",
             "write_failure": str(state.log.failure or ""),
             "recovery": asdict(self._recovery),
@@ -877,14 +914,23 @@ class Store:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _put(
-        self, items: list[tuple[Key, Tensors]], durable: bool, droppable: bool, deadline_ns: int
+        self,
+        items: list[tuple[Key, Tensors]],
+        durable: bool,
+        droppable: bool,
+        deadline_ns: int,
+        stays: Stay | None = None,
     ) -> tuple[list[bool], dict[int, BlockKVError]]:
         with self._operation(writing=True):
-            run = PutRun(self._state, len(items), deadline_ns, droppable)
-            run.run(items)
+            if stays is None and self._state.keeping is None:
+                run = PutRun(self._state, len(items), deadline_ns, droppable)
+                run.run(items)
+                results, errors, last_sequence = run.results, run.errors, run.last_sequence
+            else:
+                results, errors, last_sequence = put_kept(self._state, items, deadline_ns, droppable, stays)
             if durable:
-                self._state.log.commit(run.last_sequence)
-        return run.results, run.errors
+                self._state.log.commit(last_sequence)
+        return results, errors
 
     def _get(
         self,
@@ -903,8 +949,21 @@ class Store:
                 deadline_ns=deadline_ns,
                 occupied=occupied,
             )
+            if self._state.keeping is not None:
+                self._note_gets(keys)
             run.run(keys, outputs)
         return run.results, run.errors
+
+    def _note_gets(self, keys: Sequence[Key]) -> None:
+        """Tell the policies, once what has expired is gone."""
+        encoded, _ = encode_keys(keys)
+        self._note_digests(list(map(key_digest, encoded)))
+
+    def _note_digests(self, digests: Sequence[bytes]) -> None:
+        with self._state.lock:
+            self._state.expire()
+            if self._state.keeping is not None:
+                self._state.keeping.got(digests)
 
     def _get_any(
         self,
@@ -928,6 +987,8 @@ class Store:
 
     def _lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
         """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
+        if self._state.keeping is not None:
+            self._note_digests(digests)
         chunks = lease(self._state, digests)
         with self._state.lock:
             self._state.counters["get_misses"] += chunks.count(None)
@@ -962,6 +1023,7 @@ class Store:
         digest = key_digest(encode_key(key))
         self._check_open()
         with interrupts, self._state.lock:
+            self._state.expire()
             yield self._state.index.get(digest)
 
     def _check_open(self) -> None:
@@ -1017,6 +1079,7 @@ COUNTERS = (
     "put_dropped",
     "append_bytes",
     "append_read_bytes",
+    "put_refused",
     "get_chunks",
     "get_bytes",
     "get_misses",
@@ -1032,6 +1095,7 @@ COUNTERS = (
     "discard_failed",
     "chunks_deleted",
     "chunks_evicted",
+    "chunks_expired",
     "bytes_evicted",
     "chunks_dropped_damaged",
     *part_gets.COUNTERS,
@@ -1103,9 +1167,12 @@ def open_store(
     discard: bool = False,
     max_store_bytes: int = 256 << 20,
     discard_bytes_per_s: float = DEFAULT_DISCARD_BYTES_PER_S,
+    policies: Policies | None = None,
 ) -> Store:
     """Open a store that is no array. Options, and what is raised: `blockkv.store.array_open.open_any`."""
-    options = check_options(evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s)
+    options = check_options(
+        evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s, policies
+    )
     with interrupts:
         if isinstance(path, Device):
             return open_on(path, read_only, options, by_path=False)
@@ -1124,6 +1191,7 @@ def check_options(
     commit_interval_ms: float | None,
     max_store_bytes: int,
     discard_bytes_per_s: float,
+    policies: Policies | None = None,
 ) -> Options:
     """The options of an open. Raises InvalidArgument."""
     if not (
@@ -1137,7 +1205,15 @@ def check_options(
         raise InvalidArgument(f"max_store_bytes is {max_store_bytes!r}; use a number, at least 1")
     if not (is_number(discard_bytes_per_s) and discard_bytes_per_s >= 1):
         raise InvalidArgument(f"discard_bytes_per_s is {discard_bytes_per_s!r}; use a number, at least 1")
-    return Options(evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s)
+    return Options(
+        evict,
+        verify,
+        discard,
+        commit_interval_ms,
+        max_store_bytes,
+        discard_bytes_per_s,
+        policies or Policies(),
+    )
 
 
 def open_device(
