@@ -129,7 +129,7 @@ class S3Fifo(Eviction):
             if digest not in proposed:
                 proposed.add(digest)
                 yield digest
-        yield from [digest for digest in self._small if digest not in proposed]
+        yield from [digest for digest in (*self._small, *self._main) if digest not in proposed]
 
 
 class PrefixAware(Eviction):

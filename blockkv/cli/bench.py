@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blockkv.cli.app import command
+from blockkv.cli.byte_sizes import Size, size_text
 from blockkv.cli.output import Output, lines
-from blockkv.cli.size import Size, size_text
 
 if TYPE_CHECKING:
     from blockkv.bench.compare import CaseResult, Memory, Op, ShapeResult

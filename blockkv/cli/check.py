@@ -9,9 +9,9 @@ import click
 
 import blockkv
 from blockkv.cli.app import StorePath, command, degraded_option, store_argument
+from blockkv.cli.byte_sizes import Rate, size_text
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output, key_text
-from blockkv.cli.size import Rate, size_text
 
 
 @command("check")

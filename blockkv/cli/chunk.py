@@ -15,9 +15,9 @@ import click
 
 import blockkv
 from blockkv.cli.app import StorePath, command, degraded_option, key_argument, parse_key, store_argument
+from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output, key_text, lines
-from blockkv.cli.size import size_text
 from blockkv.errors import InvalidArgument
 
 if TYPE_CHECKING:

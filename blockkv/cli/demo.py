@@ -14,9 +14,9 @@ import click
 
 from blockkv.cli.app import command
 from blockkv.cli.bench import case_document
+from blockkv.cli.byte_sizes import Size, size_text
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output
-from blockkv.cli.size import Size, size_text
 from blockkv.device.base import UNIT_BYTES
 from blockkv.device.namespace import probe
 

@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from blockkv.cli.app import cli, command_of, device_argument, key_argument
+from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.image import Contents, Image
 from blockkv.cli.output import Output, fields, key_text, lines
-from blockkv.cli.size import size_text
 from blockkv.errors import FormatError
 from blockkv.format import record
 from blockkv.format.geometry import UNIT_BYTES, leaf_bytes_for

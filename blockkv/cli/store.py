@@ -10,8 +10,8 @@ import click
 
 import blockkv
 from blockkv.cli.app import StorePath, command, degraded_option, store_argument
+from blockkv.cli.byte_sizes import Size, size_text
 from blockkv.cli.output import Output, fields, lines
-from blockkv.cli.size import Size, size_text
 from blockkv.device import namespace, occupancy
 from blockkv.format.geometry import Geometry, Zone, plan
 from blockkv.format.superblock import MAGIC, SUPERBLOCK

@@ -130,7 +130,9 @@ def open_any(
             discard=discard,
             max_store_bytes=max_store_bytes,
             discard_bytes_per_s=discard_bytes_per_s,
-            policies=policies,
+            eviction=eviction,
+            admission=admission,
+            quotas=quotas,
         )
     with interrupts, contextlib.ExitStack() as stack:
         found: list[_Found] = []

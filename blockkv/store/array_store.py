@@ -346,8 +346,7 @@ class ArrayStore(Store):
         self._check_open()
         wanted, length = several_keys(keys), 0
         for member in self._present:
-            if member.store.keeps:
-                member.store._looked_up(wanted)
+            member.looked_up(wanted)
         for key in wanted:
             if self._holder(key_digest(encode_key(key))) is None:
                 break

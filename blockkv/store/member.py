@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from blockkv.device.base import UNIT_BYTES
 from blockkv.errors import DeviceLost
@@ -52,6 +52,11 @@ class Member:
         with self._state.lock:
             self._state.expire()
             return digest in self._state.index
+
+    def looked_up(self, keys: Sequence[Key]) -> None:
+        """Tell the policies of this member, if it has any, of a request for a prefix."""
+        if self._state.keeping is not None:
+            self.store._looked_up(keys)
 
     def claims(self, digest: bytes) -> tuple[bool, bool]:
         """(whether it holds the key, or grows a chunk under it; whether a crash may bring it back although it

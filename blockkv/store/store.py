@@ -36,6 +36,8 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from blockkv.catalog.admission import Admission
+from blockkv.catalog.eviction import Eviction
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout
 from blockkv.device import namespace, passthrough
@@ -591,11 +593,6 @@ class Store:
                 break
             length += 1
         return length
-
-    @property
-    def keeps(self) -> bool:
-        """Whether policies, priorities, expiry or quotas have a say here."""
-        return self._state.keeping is not None
 
     def _looked_up(self, keys: Sequence[Key]) -> None:
         """Tell the policies of a request for a prefix."""
@@ -1167,9 +1164,12 @@ def open_store(
     discard: bool = False,
     max_store_bytes: int = 256 << 20,
     discard_bytes_per_s: float = DEFAULT_DISCARD_BYTES_PER_S,
-    policies: Policies | None = None,
+    eviction: str | Callable[[], Eviction] = "lru",
+    admission: str | Callable[[], Admission] = "all",
+    quotas: Mapping[str, int] | None = None,
 ) -> Store:
     """Open a store that is no array. Options, and what is raised: `blockkv.store.array_open.open_any`."""
+    policies = Policies(eviction, admission, quotas)
     options = check_options(
         evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s, policies
     )

@@ -3,7 +3,7 @@
 import click
 import pytest
 
-from blockkv.cli.size import Size, size_text
+from blockkv.cli.byte_sizes import Size, size_text
 
 
 @pytest.mark.parametrize(
