@@ -33,6 +33,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_PREFIX = "blockkv-paced."
 FILL_BYTES = 8 << 20
 ATTACH_ATTEMPTS = 20
+REMOVE_ATTEMPTS = 50
 ALIGNMENT_BYTES = 1 << 20
 SECTOR_BYTES = 512
 """What addpart counts in, whatever the device's logical block size."""
@@ -149,7 +150,7 @@ def partitions(device: Path, sizes_bytes: Sequence[int]) -> Iterator[list[Path]]
         yield [Path(f"{device}{joint}{number}") for number in made]
     finally:
         for number in made:
-            _partition_tool("delpart", device, number)
+            _remove_partition(device, number)
 
 
 def write_throughout(device: Path, size_bytes: int, offset_bytes: int = 0) -> None:
@@ -179,6 +180,15 @@ def _read_partition_table(device: Path) -> None:
             fcntl.ioctl(descriptor, BLKRRPART)
     finally:
         os.close(descriptor)
+
+
+def _remove_partition(device: Path, number: int) -> None:
+    """A process that was killed may have it open for a moment: the kernel lets go of its requests later."""
+    for _ in range(REMOVE_ATTEMPTS):
+        with contextlib.suppress(DeviceError):
+            return _partition_tool("delpart", device, number)
+        time.sleep(0.1)
+    return _partition_tool("delpart", device, number)
 
 
 def _partition_tool(*command: object) -> None:
