@@ -497,10 +497,10 @@ class Store:
                 future.set_result(run.results[0])
             then()
 
-        if self._state.keeping is not None:
-            self._note_gets([wish.key])
         run: GetRun | PartCall
         if wish.layout is None:
+            if self._state.keeping is not None:
+                self._note_gets([wish.key])
             run = GetRun(
                 self._state,
                 1,
