@@ -19,6 +19,7 @@ import blockkv
 from blockkv.catalog.index import Index
 from blockkv.space.allocator import Allocator
 from blockkv.store import gets
+from blockkv.store.state import State
 
 TOOL = Path(__file__).parents[2] / "tools" / "soak.py"
 
@@ -167,11 +168,17 @@ def slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
         return allocate(layouts)
 
-    def newest_first(index: Index) -> Any:
-        return (entry for entry in reversed(list(index)) if not (index.leases(entry) or index.pins(entry)))
+    def evict_newest(state: State, units: int) -> int:
+        index, found = state.index, 0
+        for entry in reversed(list(index)):
+            if found < max(units, 256) and not (index.leases(entry) or index.pins(entry)):
+                state.delete(entry)
+                state.counters["chunks_evicted"] += 1
+                found += entry.units
+        return found
 
     monkeypatch.setattr(gets, "allocate", dawdle)
-    monkeypatch.setattr(Index, "victims", newest_first)
+    monkeypatch.setattr(State, "evict", evict_newest)
 
 
 @pytest.mark.usefixtures("slow_readers")
