@@ -86,15 +86,20 @@ static void enter(struct bkv_engine *engine, uint32_t wait_count)
     }
 }
 
+/* Takes all completions off the ring before it finishes one: once the last batch is done the engine may be closed, and
+ * the ring with it. */
 static void reap(struct bkv_engine *engine)
 {
     struct bkv_lane *lane = &engine->lane;
-    uint64_t user_data;
-    int32_t result;
-    while (bkv_ring_next(&lane->ring, &user_data, &result)) {
-        struct bkv_operation *operation = (struct bkv_operation *)(uintptr_t)user_data;
-        lane->in_flight--;
-        operation = bkv_operation_settle(engine, operation, result, &lane->again);
+    uint64_t operations[LANE_DEPTH];
+    int32_t answers[LANE_DEPTH];
+    uint32_t count = 0;
+    while (count < LANE_DEPTH && bkv_ring_next(&lane->ring, &operations[count], &answers[count]))
+        count++;
+    lane->in_flight -= count;
+    for (uint32_t i = 0; i < count; i++) {
+        struct bkv_operation *operation = (struct bkv_operation *)(uintptr_t)operations[i];
+        operation = bkv_operation_settle(engine, operation, answers[i], &lane->again);
         if (operation)
             bkv_engine_finish(engine, operation);
     }
@@ -115,11 +120,23 @@ static void issue(struct bkv_engine *engine, struct bkv_operation *operation)
         bkv_count(&engine->counts.coalesced_requests, 1);
 }
 
+/* Those that came back and are not over, some of which hold staging, while fewer than `depth` are in flight. */
+static void issue_again(struct bkv_engine *engine, uint32_t depth)
+{
+    struct bkv_lane *lane = &engine->lane;
+    struct bkv_operation *operation;
+    while (lane->in_flight < depth && (operation = bkv_list_pop(&lane->again)))
+        issue(engine, operation);
+}
+
 /* Staging for an operation; waits until requests of our own, or others, give theirs back. */
 static void stage(struct bkv_engine *engine, struct bkv_operation *operation)
 {
+    struct bkv_lane *lane = &engine->lane;
     uint8_t *slot;
-    while (!(slot = bkv_staging_take(&engine->staging, operation->staging_bytes)) && engine->lane.in_flight) {
+    while (!(slot = bkv_staging_take(&engine->staging, operation->staging_bytes))
+           && (lane->in_flight || lane->again.count)) {
+        issue_again(engine, LANE_DEPTH - 1); /* and one more for this operation */
         enter(engine, 1);
         reap(engine);
     }
@@ -151,9 +168,7 @@ static void issue_some(struct bkv_engine *engine, struct bkv_batch *batch, bool 
 static void issue_all(struct bkv_engine *engine, const struct bkv_batch *awaited)
 {
     struct bkv_lane *lane = &engine->lane;
-    struct bkv_operation *operation;
-    while (lane->in_flight < LANE_DEPTH && (operation = bkv_list_pop(&lane->again)))
-        issue(engine, operation);
+    issue_again(engine, LANE_DEPTH);
     for (struct bkv_batch **at = &lane->waiting; *at;) {
         struct bkv_batch *batch = *at;
         issue_some(engine, batch, batch == awaited);

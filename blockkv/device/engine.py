@@ -163,6 +163,8 @@ class NativeDevice(Device):
         )
         failure = ffi.new("struct bkv_failure *")
         handle = ffi.new("struct bkv_batch **")
+        if not announced:
+            flight.handle = handle  # before it is filled in: what interrupts us here must not lose the batch
         batch.native = flight
         self._in_flight[flight.token] = batch
         code = lib.bkv_engine_submit(self._engine.pointer, request, handle, failure)
@@ -174,8 +176,6 @@ class NativeDevice(Device):
             if code == -errno.EINVAL:
                 raise InvalidArgument(f"{self.path}: {_text(failure.message)}")
             raise device_error(self.path, _text(failure.message), code)
-        if not announced:
-            flight.handle = handle[0]
 
     def wait(self, batch: Batch) -> None:
         self._check_process()
@@ -263,6 +263,7 @@ class NativeDevice(Device):
         with self._lock:
             mine, self._closed = not self._closed, True
             thread = self._completion_thread
+        self._wait_for_own()
         lib.bkv_engine_close(self._engine.pointer)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -282,6 +283,17 @@ class NativeDevice(Device):
     def __del__(self) -> None:
         if hasattr(self, "_engine") and not self._closed:
             self.close()
+
+    def _wait_for_own(self) -> None:
+        """Carry out what this thread was to carry out itself, and was kept from: by Ctrl-C, say.
+
+        Nobody else does, and the engine is not closed before it is done.
+        """
+        mine = threading.get_ident()
+        for batch in list(self._in_flight.values()):
+            flight = batch.native
+            if batch.on_caller and isinstance(flight, _Flight) and flight.thread == mine:
+                self.wait(batch)
 
     def _close_descriptors(self) -> None:
         if self._generic is not None:
@@ -344,11 +356,13 @@ class _Engine:
 class _Flight:
     """What a batch in flight holds on to: its arrays, locked in place while C may write to them."""
 
-    __slots__ = ("_claim", "handle", "leaf_values", "token", "transfers")
+    __slots__ = ("_claim", "handle", "leaf_values", "thread", "token", "transfers")
 
     def __init__(self, batch: Batch) -> None:
         self.token = 0
+        self.thread = threading.get_ident()
         self.handle: Any = None
+        """Where C puts its batch, until somebody waits for it; None also where nobody has to."""
         self.transfers: Any = ffi.from_buffer("struct bkv_transfer[]", batch.transfers)
         self.leaf_values: Any = ffi.from_buffer("uint64_t[]", batch.leaf_values)
         self._claim = threading.Lock()
@@ -357,7 +371,7 @@ class _Flight:
         """The C batch, for the one caller that will wait for it and thereby free it; None for all others."""
         with self._claim:
             handle, self.handle = self.handle, None
-        return handle
+        return None if handle is None or handle[0] == ffi.NULL else handle[0]
 
     def release(self) -> None:
         self.transfers = self.leaf_values = None

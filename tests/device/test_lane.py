@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
 import threading
 import time
@@ -129,3 +131,29 @@ def test_a_thread_has_several_batches_on_the_lane(loop_device) -> None:
         thread.join()
         device.wait(batch)
         assert batch.result(0) == 0
+
+
+def test_failed_requests_do_not_keep_staging_from_those_that_follow(image_dir: Path) -> None:
+    """What failed is tried again part by part and holds its staging; there is room for two requests."""
+    path = image_of(image_dir, 4 * MIB)
+    memory = Memory(8 * MIB)
+    with engine_on(path, staging_bytes=MIB) as device:
+        os.truncate(path, 0)
+        batch = batch_of(
+            Direction.READ,
+            [(131072, [(at, 131072)], [(memory.at(at + 3), 131072)]) for at in range(0, 3 * MIB, 131072)],
+        )
+        batch.on_caller = True
+        assert run(device, batch) == [-errno.ENODEV] * 24
+        assert device.counters()["isolated_requests"]
+
+
+@pytest.mark.parametrize("offset", [0, 3], ids=["direct", "staged"])
+def test_what_nobody_waited_for_does_not_hold_up_close(image_dir: Path, offset: int) -> None:
+    """Ctrl-C between submit and wait, as in the middle of a format."""
+    memory = Memory(4 * MIB)
+    memory.fill(b"x" * (2 * MIB))
+    path = image_of(image_dir, 4 * MIB)
+    with engine_on(path) as device:
+        device.submit(lone(Direction.WRITE, memory, MIB, leaf_bytes=131072, at=offset))
+    assert path.read_bytes()[:MIB] == b"x" * MIB
