@@ -15,10 +15,12 @@ import itertools
 import operator
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from blockkv.catalog.layouts import TEXT_LIMIT_BYTES, Layout, TensorSpec, torch_dtype
 from blockkv.errors import BlockKVError, InvalidArgument, LayoutMismatch
@@ -38,6 +40,7 @@ __all__ = [
     "describe_many",
     "describe_output",
     "describe_outputs",
+    "scatter",
 ]
 
 Tensors: TypeAlias = (
@@ -47,6 +50,9 @@ Tensors: TypeAlias = (
 
 Segment: TypeAlias = tuple[int, int]
 """(memory address, bytes)"""
+
+Range: TypeAlias = tuple[int, int]
+"""(first memory address, end)"""
 
 MIN_PIECE_BYTES = 4096
 """Pieces of a non-contiguous tensor shorter than this are gathered by a copy: below one page per piece
@@ -73,6 +79,8 @@ class Described:
     copied_bytes: int = 0
     scatter_back: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     """For outputs too finely strided for direct I/O: (caller's tensor, our contiguous stand-in)."""
+    direct: list[Segment] | None = None
+    """Where there are stand-ins, the pieces that are not of one: in the caller's memory."""
 
 
 @dataclass(slots=True)
@@ -184,7 +192,7 @@ def describe_output(value: Any, layout: Layout) -> Described:
     if found != layout:
         raise LayoutMismatch(f"out= is {found}, the chunk was stored as {layout}")
     described = Described(layout, [], layout.payload_bytes, [])
-    occupied: list[Segment] = []
+    direct: list[Segment] = []
     for name, tensor in named:
         pieces = _pieces(tensor)
         if pieces is None:
@@ -197,15 +205,27 @@ def describe_output(value: Any, layout: Layout) -> Described:
             described.scatter_back = [*(described.scatter_back or ()), (tensor, stand_in)]
             described.copied_bytes += stand_in.nbytes
             described.keepalive.append(stand_in)
+        else:
+            direct.extend(pieces)
         described.keepalive.append(tensor)
-        occupied.extend(pieces)
         _extend(described.segments, pieces)
-    if len(occupied) > 1:
-        occupied.sort()
-        for (start, size), (following, _) in itertools.pairwise(occupied):
-            if start + size > following:
-                raise LayoutMismatch("out= tensors overlap in memory; every byte needs one place")
+    strided = [tensor for tensor, _ in described.scatter_back or ()]
+    if strided:
+        described.direct = direct
+    if len(direct) + len(strided) > 1 and not Occupied().take(_ranges(direct), strided):
+        raise LayoutMismatch("out= tensors overlap in memory; every byte needs one place")
     return described
+
+
+def scatter(targets: Iterable[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+    """Copy stand-ins to the caller's tensors that they stand for (`Described.scatter_back`)."""
+    import torch
+
+    if targets:
+        # Else torch refuses some: tensors of inference mode, which each thread is in or not, and autograd's.
+        with torch.inference_mode():
+            for target, stand_in in targets:
+                target.copy_(stand_in)
 
 
 def describe_many(values: Sequence[Tensors]) -> tuple[Pieces, dict[int, BlockKVError]]:
@@ -228,26 +248,83 @@ class Occupied:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranges: list[tuple[int, int]] = []
-        """(first address, end), ascending."""
+        self._ranges: list[Range] = []
+        self._strided: list[torch.Tensor] = []
+        """Finely strided ones, which were no nearer to others than from their first byte to their last."""
 
-    def add(self, segments: array[int]) -> bool:
-        """Take these segments, address and bytes in turn; False, and none taken, where some are taken."""
-        addresses = segments[::2]
-        added = sorted(zip(addresses, map(operator.add, addresses, segments[1::2]), strict=True))
-        joined: list[tuple[int, int]] = []
-        last_end = -1
+    def add(self, outputs: Pieces) -> bool:
+        """Take the memory of these outputs; False, and none taken, where some is taken."""
+        if not outputs.described:
+            addresses = outputs.segments[::2]
+            return self.take(
+                list(zip(addresses, map(operator.add, addresses, outputs.segments[1::2]), strict=True))
+            )
+        direct: list[Segment] = []
+        strided: list[torch.Tensor] = []
+        for one in outputs.described:
+            direct += one.segments if one.direct is None else one.direct
+            strided += [tensor for tensor, _ in one.scatter_back or ()]
+        return self.take(_ranges(direct), strided)
+
+    def take(self, ranges: list[Range], strided: Sequence[torch.Tensor] = ()) -> bool:
+        """Take these ranges, and the elements of tensors that have none twice."""
         with self._lock:
-            for start, end in sorted(self._ranges + added) if self._ranges else added:
-                if start < last_end:
+            joined = _joined(self._ranges + ranges)
+            if joined is None:
+                return False
+            held = [*self._strided, *strided]
+            if held and _joined(joined + list(map(_span, held))) is None:
+                # One lies between the elements of another, or on them.
+                self._ranges = _joined(self._ranges + _runs(self._strided)) or []
+                self._strided, held = [], []
+                joined = _joined(self._ranges + ranges + _runs(strided))
+                if joined is None:
                     return False
-                if start == last_end:
-                    joined[-1] = (joined[-1][0], end)
-                else:
-                    joined.append((start, end))
-                last_end = end
-            self._ranges = joined
+            self._ranges, self._strided = joined, held
         return True
+
+
+def _ranges(segments: Sequence[Segment]) -> list[Range]:
+    return [(address, address + size_bytes) for address, size_bytes in segments]
+
+
+def _joined(ranges: list[Range]) -> list[Range] | None:
+    """The same memory in ascending order, neighbours as one; None where two overlap."""
+    joined: list[Range] = []
+    last_end = -1
+    for start, end in sorted(ranges):
+        if start < last_end:
+            return None
+        if start == last_end:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+        last_end = end
+    return joined
+
+
+def _span(tensor: torch.Tensor) -> Range:
+    """From the first byte of a tensor to its last."""
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> list[Range]:
+    """Every byte of these tensors, of which none has an element twice."""
+    runs: list[Range] = []
+    for tensor in tensors:
+        item_bytes = tensor.element_size()
+        run_items = 1
+        starts = np.array([tensor.data_ptr()], np.uint64)
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1 and stride == run_items:
+                run_items *= size
+            elif size > 1:
+                steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * item_bytes)
+                starts = (starts[:, None] + steps).ravel()
+        ends = starts + np.uint64(run_items * item_bytes)
+        runs += zip(starts.tolist(), ends.tolist(), strict=True)
+    return runs
 
 
 def describe_outputs(
@@ -263,7 +340,7 @@ def describe_outputs(
         pieces is not None
         and _all_equal(pieces.layouts, layouts)
         and not (_any_copied(pieces.segments) and unwritable(pieces.segments[::2]))
-        and (occupied is None or occupied.add(pieces.segments))
+        and (occupied is None or occupied.add(pieces))
     ):
         return pieces, {}
     errors: dict[int, BlockKVError] = {}
@@ -278,11 +355,11 @@ def describe_outputs(
     errors |= {positions[number]: read_only_error() for number in _read_only(described)}
     usable = [number for number, position in enumerate(positions) if position not in errors]
     pieces = Pieces.of([described[number] for number in usable])
-    if occupied is None or occupied.add(pieces.segments):
+    if occupied is None or occupied.add(pieces):
         return pieces, errors
     apart: list[Described] = []
     for number in usable:
-        if occupied.add(Pieces.of([described[number]]).segments):
+        if occupied.add(Pieces.of([described[number]])):
             apart.append(described[number])
         else:
             errors[positions[number]] = InvalidArgument(
@@ -482,7 +559,7 @@ def _layout_of(form: str, named: list[tuple[str, torch.Tensor]]) -> Layout:
 def _byte_view(value: Any) -> memoryview:
     try:
         view = memoryview(value)
-    except TypeError:
+    except (TypeError, ValueError, BufferError):  # the last two: NumPy's dates, a released view, a closed map
         raise InvalidArgument(
             f"cannot store a {type(value).__name__}; give a torch tensor, several, or a bytes-like object"
         ) from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from blockkv.catalog.layouts import Layout, torch_dtype
 from blockkv.memory import unwritable
 from blockkv.residency.arena import Part
-from blockkv.tensors import Described, allocate, describe_output, read_only_error
+from blockkv.tensors import Described, allocate, describe_output, read_only_error, scatter
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,7 @@ def copy_out(address: int, layout: Layout, out: Any) -> Any:
     for place, size_bytes in segments:
         ctypes.memmove(place, address, size_bytes)
         address += size_bytes
-    for target, stand_in in scatter_back:
-        target.copy_(stand_in)
+    scatter(scatter_back)
     return value
 
 

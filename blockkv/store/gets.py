@@ -27,7 +27,7 @@ from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
 from blockkv.store.verify import WRONG_BYTES, Verifier, is_damage
 from blockkv.store.waves import Wave, WaveRun, lookups
-from blockkv.tensors import Occupied, Pieces, allocate, describe_outputs, read_only_error
+from blockkv.tensors import Occupied, Pieces, allocate, describe_outputs, read_only_error, scatter
 
 logger = logging.getLogger("blockkv")
 
@@ -178,21 +178,34 @@ class GetRun(WaveRun[GetWave]):
         tell.start()
 
     def _complete(self, wave: GetWave) -> None:
-        state, pieces = self._state, wave.pieces
+        pieces = wave.pieces
         failures = self._failures(wave)
         damaged = self._damaged(wave, failures) if failures else set()
         payload_bytes, copied_bytes = wave.payload_bytes, 0
         for number in failures:
             payload_bytes -= pieces.sizes_bytes[number]
             _zero(pieces, number)
-        for number, described in enumerate(pieces.described):
-            if number not in failures:
-                copied_bytes += described.copied_bytes
-                for target, stand_in in described.scatter_back or ():
-                    target.copy_(stand_in)
-        for number, position in enumerate(wave.positions):
-            if number not in failures:
-                self.results[position] = wave.values[number]
+        try:
+            for number, described in enumerate(pieces.described):
+                if number not in failures:
+                    copied_bytes += described.copied_bytes
+                    scatter(described.scatter_back)
+            for number, position in enumerate(wave.positions):
+                if number not in failures:
+                    self.results[position] = wave.values[number]
+        finally:
+            self._settle(wave, failures, damaged, payload_bytes, copied_bytes)
+
+    def _settle(
+        self,
+        wave: GetWave,
+        failures: dict[int, str],
+        damaged: set[int],
+        payload_bytes: int,
+        copied_bytes: int,
+    ) -> None:
+        """Give the leases back, and count."""
+        state = self._state
         with state.changing:
             for number, failure in failures.items():
                 if number in damaged:

@@ -59,7 +59,7 @@ from blockkv.store.rows import Rows
 from blockkv.store.staging import BUFFER_BYTES, Staging
 from blockkv.store.state import GROWING, State
 from blockkv.store.verify import is_damage, root_checksum
-from blockkv.tensors import Segment, Tensors, allocate, describe, describe_output, read_only_error
+from blockkv.tensors import Segment, Tensors, allocate, describe, describe_output, read_only_error, scatter
 
 if TYPE_CHECKING:
     import torch
@@ -388,8 +388,7 @@ class GrowingChunk:
         if not failure:
             for address, target, _ in read.copies:
                 _copy(address, target)
-            for tensor, stand_in in read.target.scatter_back:
-                tensor.copy_(stand_in)
+            scatter(read.target.scatter_back)
         else:
             for address, size_bytes in read.target.segments:
                 ctypes.memset(address, 0, size_bytes)

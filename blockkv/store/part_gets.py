@@ -46,6 +46,7 @@ from blockkv.tensors import (
     allocate,
     describe_outputs,
     read_only_error,
+    scatter,
 )
 
 __all__ = [
@@ -358,8 +359,7 @@ class PartBatch:
                 continue
             for copy in read.plan.copies:
                 _copy(read, copy, self._scratch)
-            for target, stand_in in read.target.scatter_back or ():
-                target.copy_(stand_in)
+            scatter(read.target.scatter_back)
         self._scratch = memoryview(b"")
         damaged = self._damaged()
         state, counters = self._state, self._state.counters

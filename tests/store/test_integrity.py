@@ -99,6 +99,65 @@ def test_outputs_that_share_memory_cost_no_chunk(block_targets: Any) -> None:
         assert store.lookup(keys) == 4
 
 
+def test_finely_strided_outputs_that_share_memory(store: blockkv.Store) -> None:
+    """They are filled through stand-ins of ours, and what counts is where the bytes end up."""
+    values = [payload(number, 6400).view(80, 80) for number in range(3)]
+    keys = ["k0", "k1", "k2"]
+    store.put_many(list(zip(keys, values, strict=True)))
+    store.put("both", values[:2])
+    memory = torch.zeros(80, 80, dtype=torch.uint8)
+    with pytest.raises(blockkv.LayoutMismatch, match="overlap"):
+        store.get("both", out=[memory.t(), memory.t()])
+    for first, second in ((memory.t(), memory.t()), (memory.t(), memory), (memory, memory.t())):
+        with pytest.raises(blockkv.BatchError, match="overlap") as caught:
+            store.get_many(keys, [first, second, torch.empty(80, 80, dtype=torch.uint8)])
+        assert caught.value.results == [True, False, True]
+        assert torch.equal(first, values[0])
+    # Between each other's elements there is room.
+    memory = torch.zeros(3, 80, 160, dtype=torch.uint8)
+    outs = [memory[0, :, ::2], memory[0, :, 1::2], memory[2].view(160, 80)[::2]]
+    assert store.get_many(keys, outs) == [True] * 3
+    assert all(map(torch.equal, outs, values))
+    with pytest.raises(blockkv.BatchError, match="overlap") as caught:
+        store.get_many(keys, [*outs[:2], memory[0, :, :80]])
+    assert caught.value.results == [True, True, False]
+
+
+def test_strided_outputs_of_a_long_call_are_not_taken_for_each_other(store: blockkv.Store) -> None:
+    """The stand-ins of the first waves are gone when the last ones are made, often at the same addresses."""
+    value = payload(0, 256 << 10).view(512, 512)
+    keys = [f"k{number}" for number in range(16)]
+    store.put_many([(key, value) for key in keys])
+    outs = [torch.empty_like(value).t() for _ in range(400)]
+    assert store.get_many([keys[number % 16] for number in range(400)], outs) == [True] * 400
+    assert all(torch.equal(out, value) for out in outs)
+
+
+@pytest.mark.parametrize("kind", ["inference", "autograd"])
+def test_strided_outputs_of_any_thread(kind: str, store: blockkv.Store) -> None:
+    value = torch.rand(80, 80)
+    store.put("k", value)
+    with torch.inference_mode(kind == "inference"):
+        memory = torch.zeros(80, 80, requires_grad=kind == "autograd")
+    for get in (store.get, lambda key, out: store.submit_get(key, out).result(60)):
+        assert get("k", out=memory.t())
+        assert torch.equal(memory.t(), value)
+    assert not store._state.any_leased()
+
+
+def test_a_get_that_cannot_hand_over_keeps_no_lease(
+    store: blockkv.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(targets: Any) -> None:
+        raise RuntimeError("torch says no")
+
+    store.put("k", torch.rand(80, 80))
+    monkeypatch.setattr("blockkv.store.gets.scatter", refuse)
+    with pytest.raises(RuntimeError, match="torch says no"):
+        store.get("k", out=torch.zeros(80, 80).t())
+    assert not store._state.any_leased()
+
+
 class MeddlingDevice(SimulatedDevice):
     """While `meddle` is left, what arrives is changed at once, as by a caller who uses the memory."""
 
