@@ -328,14 +328,16 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
     return 0;
 }
 
-void bkv_engine_wait(struct bkv_engine *engine, struct bkv_batch *batch)
+void bkv_engine_wait(struct bkv_engine *engine, struct bkv_batch **submitted)
 {
+    struct bkv_batch *batch = *submitted;
     if (batch->on_lane)
         bkv_lane_wait(engine, batch);
     pthread_mutex_lock(&engine->done_mutex);
     while (!batch->done)
         pthread_cond_wait(&batch->done_cond, &engine->done_mutex);
     pthread_mutex_unlock(&engine->done_mutex);
+    *submitted = NULL;
     bkv_batch_free(batch);
 }
 

@@ -108,8 +108,8 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
 int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *request,
                       struct bkv_batch **batch, struct bkv_failure *failure);
 
-/* Returns when the batch (submitted with token 0) is done, and frees it. */
-void bkv_engine_wait(struct bkv_engine *engine, struct bkv_batch *batch);
+/* Returns when the batch (submitted with token 0) is done, and frees it; `*batch` is NULL then. */
+void bkv_engine_wait(struct bkv_engine *engine, struct bkv_batch **batch);
 
 /* Returns the token of the next batch that is done, and frees that batch; 0 once the engine is closed and
  * every token was handed out. */

@@ -356,22 +356,29 @@ class _Engine:
 class _Flight:
     """What a batch in flight holds on to: its arrays, locked in place while C may write to them."""
 
-    __slots__ = ("_claim", "handle", "leaf_values", "thread", "token", "transfers")
+    __slots__ = ("_claim", "_waiting", "handle", "leaf_values", "thread", "token", "transfers")
 
     def __init__(self, batch: Batch) -> None:
         self.token = 0
         self.thread = threading.get_ident()
         self.handle: Any = None
-        """Where C puts its batch, until somebody waits for it; None also where nobody has to."""
+        """Where C has its batch until it is freed; None where nobody has to wait for it."""
+        self._waiting: int | None = None
         self.transfers: Any = ffi.from_buffer("struct bkv_transfer[]", batch.transfers)
         self.leaf_values: Any = ffi.from_buffer("uint64_t[]", batch.leaf_values)
         self._claim = threading.Lock()
 
     def claim(self) -> Any:
-        """The C batch, for the one caller that will wait for it and thereby free it; None for all others."""
+        """Where the C batch is, for the one thread that waits for it, which frees it; None for all others.
+
+        That thread may ask again: something may have kept it from waiting.
+        """
+        mine = threading.get_ident()
         with self._claim:
-            handle, self.handle = self.handle, None
-        return None if handle is None or handle[0] == ffi.NULL else handle[0]
+            if self._waiting not in (None, mine) or self.handle is None or self.handle[0] == ffi.NULL:
+                return None
+            self._waiting = mine
+        return self.handle
 
     def release(self) -> None:
         self.transfers = self.leaf_values = None

@@ -27,6 +27,7 @@ from blockkv.errors import DeviceBusy, DeviceError, DeviceLost, DeviceReadOnly, 
 from blockkv.format import geometry, superblock
 from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY
 from blockkv.format.superblock import Membership, Superblock
+from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
@@ -74,7 +75,7 @@ def format_device(
     journal_bytes = None if journal is None else parse_size(journal, "journal")
     size_bytes = None if size is None else parse_size(size)
     paths = several(path)
-    with contextlib.ExitStack() as stack:
+    with interrupts, contextlib.ExitStack() as stack:
         devices = [
             stack.enter_context(_ready(one, size_bytes, average_chunk_bytes, journal_bytes, force=force))
             for one in paths
@@ -84,6 +85,7 @@ def format_device(
             _first_superblock(device, average_chunk_bytes, journal_bytes, label, place)
             for device, place in zip(devices, places, strict=True)
         ]
+        interrupts.deliver()
         for device, first in zip(devices, firsts, strict=True):
             _write_store(device, first)
     facts = [

@@ -9,8 +9,10 @@ import random
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from blockkv._native import lib
 from engine_tools import MIB, Memory, batch_of, engine_on, run
 from engine_workload import Workload
 
@@ -157,3 +159,25 @@ def test_what_nobody_waited_for_does_not_hold_up_close(image_dir: Path, offset: 
     with engine_on(path) as device:
         device.submit(lone(Direction.WRITE, memory, MIB, leaf_bytes=131072, at=offset))
     assert path.read_bytes()[:MIB] == b"x" * MIB
+
+
+def test_a_wait_that_was_interrupted_can_be_repeated(
+    image_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between two lines of `wait`; and close, which repeats it, when it came from the last one."""
+    memory = Memory(4 * MIB)
+    wait = lib.bkv_engine_wait
+    for after in (False, True):
+        with engine_on(image_of(image_dir, 4 * MIB)) as device:
+            batch = lone(Direction.READ, memory, MIB)
+            device.submit(batch)
+
+            def interrupted(engine: object, place: object, after: bool = after) -> None:
+                if after:
+                    wait(engine, place)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr("blockkv.device.engine.lib", Mock(wraps=lib, bkv_engine_wait=interrupted))
+            with pytest.raises(KeyboardInterrupt):
+                device.wait(batch)
+            monkeypatch.undo()

@@ -174,7 +174,7 @@ static void run_batch(struct bkv_engine *engine, struct plan *plan, enum bkv_dir
     struct bkv_failure failure;
     struct bkv_batch *batch;
     CHECK(bkv_engine_submit(engine, &request, &batch, &failure) == 0);
-    bkv_engine_wait(engine, batch);
+    bkv_engine_wait(engine, &batch);
 }
 
 static void *call(void *argument)

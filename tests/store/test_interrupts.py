@@ -75,6 +75,19 @@ def test_interrupts_neither_lose_nor_leak(image_dir: Path, alarms: None) -> None
         assert store.put("last", value, durable=True)
 
 
+def test_interrupted_formats_end_and_let_the_device_go(image_dir: Path, alarms: None) -> None:
+    target = image_dir / "store.img"
+    blockkv.format(target, size="16MiB")
+    rng = random.Random(5)
+    caught = sum(
+        interrupted(lambda: blockkv.format(target, force=True), rng.uniform(0.0001, 0.02)) for _ in range(100)
+    )
+    assert caught > 10
+    blockkv.format(target, force=True)
+    with blockkv.open(target) as store:
+        assert store.put("k", b"x")
+
+
 def test_interrupted_commits_keep_their_word(image_dir: Path) -> None:
     target = image_dir / "store.img"
     blockkv.format(target, size="64MiB", average_chunk="64KiB")
