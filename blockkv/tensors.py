@@ -362,9 +362,7 @@ def describe_outputs(
         if occupied.add(Pieces.of([described[number]])):
             apart.append(described[number])
         else:
-            errors[positions[number]] = InvalidArgument(
-                "out= overlaps that of another key of the call; every chunk needs memory of its own"
-            )
+            errors[positions[number]] = overlap_error()
     return Pieces.of(apart), errors
 
 
@@ -390,6 +388,13 @@ def _read_only(outputs: Sequence[Described]) -> set[int]:
 def read_only_error() -> InvalidArgument:
     """For a get whose output cannot be written to."""
     return InvalidArgument("out= is memory that is mapped read-only; give memory that can be written to")
+
+
+def overlap_error() -> InvalidArgument:
+    """For a get of which two outputs share memory."""
+    return InvalidArgument(
+        "out= overlaps that of another key of the call; every chunk needs memory of its own"
+    )
 
 
 def allocate(layouts: Sequence[Layout]) -> tuple[list[Any], Pieces]:

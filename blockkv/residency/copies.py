@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from blockkv.catalog.layouts import Layout, torch_dtype
 from blockkv.memory import unwritable
 from blockkv.residency.arena import Part
-from blockkv.tensors import Described, allocate, describe_output, read_only_error, scatter
+from blockkv.tensors import (
+    Described,
+    Occupied,
+    Pieces,
+    allocate,
+    describe_output,
+    overlap_error,
+    read_only_error,
+    scatter,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +32,8 @@ def gather(described: Described, address: int) -> None:
         address += size_bytes
 
 
-def copy_out(address: int, layout: Layout, out: Any) -> Any:
-    """What `Store.get` returns for a chunk at an address."""
+def copy_out(address: int, layout: Layout, out: Any, occupied: Occupied | None = None) -> Any:
+    """What `Store.get` returns for a chunk at an address; `occupied` is of the outputs of a longer call."""
     scatter_back: list[tuple[torch.Tensor, torch.Tensor]] = []
     if out is None:
         (value,), pieces = allocate([layout])
@@ -35,6 +44,8 @@ def copy_out(address: int, layout: Layout, out: Any) -> Any:
         targets = [*(place for place, _ in segments), *(one.data_ptr() for one, _ in scatter_back)]
         if unwritable(targets):
             raise read_only_error()
+        if occupied is not None and not occupied.add(Pieces.of([described])):
+            raise overlap_error()
     for place, size_bytes in segments:
         ctypes.memmove(place, address, size_bytes)
         address += size_bytes

@@ -31,8 +31,8 @@ from blockkv.store.growing import STORED_ALREADY
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import GROWING
-from blockkv.store.store import BELONGS_TO_PARENT, ChunkInfo, Store, StoreFuture, several_keys
-from blockkv.tensors import Tensors, describe
+from blockkv.store.store import BELONGS_TO_PARENT, ChunkInfo, Store, StoreFuture, due_ns, several_keys
+from blockkv.tensors import Occupied, Tensors, describe
 
 __all__ = ["TieredStore"]
 
@@ -287,6 +287,7 @@ class TieredStore:
         results: list[Any] = [None if outputs is None else False] * len(wanted)
         errors: dict[int, BlockKVError] = {}
         direct: list[int] = []
+        occupied = Occupied()
         with self._operation():
             for position, key in enumerate(wanted):
                 try:
@@ -295,18 +296,15 @@ class TieredStore:
                             direct.append(position)
                         else:
                             results[position] = self._copy_out(
-                                resident, None if outputs is None else outputs[position]
+                                resident, None if outputs is None else outputs[position], occupied
                             )
                 except BlockKVError as error:
                     errors[position] = error
             some_outputs = None if outputs is None else [outputs[position] for position in direct]
             some_keys = [wanted[position] for position in direct]
             versions = list(map(self._version, some_keys))
-            try:
-                found = self.store.get_many(some_keys, some_outputs, preload=preload, deadline_s=deadline_s)
-            except BatchError as error:
-                found = list(error.results)
-                errors |= {direct[number]: one for number, one in error.errors.items()}
+            found, unread = self.store._get(some_keys, some_outputs, preload, due_ns(deadline_s), occupied)
+            errors |= {direct[number]: one for number, one in unread.items()}
             for number, position in enumerate(direct):
                 results[position] = found[number]
                 value = some_outputs[number] if some_outputs is not None and found[number] else found[number]
@@ -457,9 +455,9 @@ class TieredStore:
     def _place(self, key: Key) -> Place:
         return Place(key) if self._place_of is None else self._place_of(key)
 
-    def _copy_out(self, resident: Resident, out: Any) -> Any:
+    def _copy_out(self, resident: Resident, out: Any, occupied: Occupied | None = None) -> Any:
         assert resident.layout is not None
-        value = copy_out(resident.part.address, resident.layout, out)
+        value = copy_out(resident.part.address, resident.layout, out, occupied)
         self._tier.count("memory_hits", resident.size_bytes, "memory_hit_bytes")
         return value
 

@@ -61,6 +61,21 @@ def tier(device: SimulatedDevice, budget: Adjustable) -> Iterator[TieredStore]:
 # -- like a store ------------------------------------------------------------------------------------------
 
 
+def test_outputs_that_share_memory_are_refused_wherever_the_chunks_are(tier: TieredStore) -> None:
+    values = [content(50_000, seed) for seed in range(4)]
+    keys = ["k0", "k1", "k2", "k3"]
+    tier.store.put_many(list(zip(keys, values, strict=True)))
+    assert tier.get("k0") is not None
+    assert tier.get("k1") is not None  # the first two are in memory now, the others on the device
+    for shared, filled in (((0, 1), 0), ((2, 3), 2), ((0, 2), 0)):
+        outs = [torch.zeros(50_000, dtype=torch.uint8) for _ in keys]
+        outs[shared[1]] = outs[shared[0]]
+        with pytest.raises(blockkv.BatchError, match="overlaps") as caught:
+            tier.get_many(keys, outs)
+        assert list(caught.value.errors) == [shared[1]]
+        assert torch.equal(outs[filled], values[filled])
+
+
 def test_forms_dtypes_and_strides(tier: TieredStore) -> None:
     k, v = torch.randn(4, 8, 16), torch.randn(4, 8, 16).to(torch.bfloat16)
     odd = torch.arange(7, dtype=torch.uint8)
