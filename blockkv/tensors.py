@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blockkv.catalog.layouts import TEXT_LIMIT_BYTES, Layout, TensorSpec, torch_dtype
 from blockkv.errors import BlockKVError, InvalidArgument, LayoutMismatch
@@ -275,9 +276,10 @@ class Occupied:
             held = [*self._strided, *strided]
             if held and _joined(joined + list(map(_span, held))) is None:
                 # One lies between the elements of another, or on them.
-                self._ranges = _joined(self._ranges + _runs(self._strided)) or []
+                if self._strided:
+                    self._ranges = _joined_exactly(self._ranges, self._strided) or []
                 self._strided, held = [], []
-                joined = _joined(self._ranges + ranges + _runs(strided))
+                joined = _joined_exactly(self._ranges + ranges, strided)
                 if joined is None:
                     return False
             self._ranges, self._strided = joined, held
@@ -309,22 +311,31 @@ def _span(tensor: torch.Tensor) -> Range:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _runs(tensors: Sequence[torch.Tensor]) -> list[Range]:
-    """Every byte of these tensors, of which none has an element twice."""
-    runs: list[Range] = []
-    for tensor in tensors:
-        item_bytes = tensor.element_size()
-        run_items = 1
-        starts = np.array([tensor.data_ptr()], np.uint64)
-        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-            if size > 1 and stride == run_items:
-                run_items *= size
-            elif size > 1:
-                steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * item_bytes)
-                starts = (starts[:, None] + steps).ravel()
-        ends = starts + np.uint64(run_items * item_bytes)
-        runs += zip(starts.tolist(), ends.tolist(), strict=True)
-    return runs
+def _joined_exactly(ranges: list[Range], strided: Sequence[torch.Tensor]) -> list[Range] | None:
+    """`_joined` of these ranges and of every byte of these tensors, of which none has an element twice."""
+    found = [np.array(ranges, np.uint64).reshape(-1, 2), *map(_runs, strided)]
+    starts, ends = np.concatenate(found).T
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], ends[order]
+    if np.any(starts[1:] < ends[:-1]):
+        return None
+    apart = starts[1:] != ends[:-1]
+    starts, ends = starts[np.append(True, apart)], ends[np.append(apart, True)]
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def _runs(tensor: torch.Tensor) -> NDArray[np.uint64]:
+    """The memory of a tensor that has no element twice: rows of (first address, end), in no order."""
+    item_bytes = tensor.element_size()
+    run_items = 1
+    starts = np.array([tensor.data_ptr()], np.uint64)
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride == run_items:
+            run_items *= size
+        elif size > 1:
+            steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * item_bytes)
+            starts = (starts[:, None] + steps).ravel()
+    return np.stack((starts, starts + np.uint64(run_items * item_bytes)), 1)
 
 
 def describe_outputs(

@@ -15,6 +15,7 @@ import torch
 
 import blockkv
 from blockkv.device.base import Batch
+from blockkv.tensors import Occupied
 from blockkv.testing import SimulatedDevice
 
 SIZE_BYTES = 96 << 20
@@ -121,6 +122,44 @@ def test_finely_strided_outputs_that_share_memory(store: blockkv.Store) -> None:
     with pytest.raises(blockkv.BatchError, match="overlap") as caught:
         store.get_many(keys, [*outs[:2], memory[0, :, :80]])
     assert caught.value.results == [True, True, False]
+
+
+def test_occupied_memory_is_told_to_the_byte() -> None:
+    """Ranges and strided tensors in one piece of memory, against a set of all bytes that are taken."""
+    rng = random.Random(1)
+    base = torch.zeros(200, dtype=torch.int16)
+    elements = torch.arange(len(base))
+
+    def strided() -> torch.Tensor:
+        while True:
+            sizes = [rng.randint(1, 5) for _ in range(rng.randint(1, 3))]
+            strides = [rng.choice((1, 2, 3, 4, 5, 8, 10, 16, 30)) for _ in sizes]
+            end = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+            if end <= len(base):
+                start = rng.randint(0, len(base) - end)
+                if (
+                    len(elements.as_strided(sizes, strides, start).unique())
+                    == elements[:end].as_strided(sizes, strides).numel()
+                ):
+                    return base.as_strided(sizes, strides, start)
+
+    taken_count = 0
+    for _ in range(600):
+        occupied, taken = Occupied(), set()
+        for _ in range(rng.randint(1, 6)):
+            tensors = [strided() for _ in range(rng.randint(0, 2))]
+            starts = [rng.randrange(400) for _ in range(rng.randint(0, 1))]
+            wanted = [place for start in starts for place in range(start, min(start + 9, 400))]
+            for tensor in tensors:
+                numbers = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                wanted += [2 * one + half for one in numbers.flatten().tolist() for half in (0, 1)]
+            free = len(set(wanted)) == len(wanted) and taken.isdisjoint(wanted)
+            address = base.data_ptr()
+            ranges = [(address + start, address + min(start + 9, 400)) for start in starts]
+            assert occupied.take(ranges, tensors) is free
+            taken |= set(wanted) if free else set()
+            taken_count += free
+    assert taken_count > 600
 
 
 def test_strided_outputs_of_a_long_call_are_not_taken_for_each_other(store: blockkv.Store) -> None:
