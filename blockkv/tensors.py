@@ -579,6 +579,8 @@ def _byte_view(value: Any) -> memoryview:
         raise InvalidArgument(
             f"cannot store a {type(value).__name__}; give a torch tensor, several, or a bytes-like object"
         ) from None
+    if "O" in view.format:
+        raise InvalidArgument("an array of Python objects holds their addresses; store what they contain")
     if not view.c_contiguous:
         raise InvalidArgument("the bytes-like object is not contiguous")
     if view.nbytes == 0:

@@ -78,6 +78,7 @@ class WaveRun(ABC, Generic[AnyWave]):
         self._is_short = False
         """Whether the calling thread does better to carry out the waves itself."""
         self._started_count = 0
+        self._started_bytes = 0
         self._in_flight: deque[AnyWave] = deque()
 
     @abstractmethod
@@ -117,7 +118,8 @@ class WaveRun(ABC, Generic[AnyWave]):
         """Give a wave to the device; completes one where many are in flight."""
         self._started_count += 1
         wave.batch = Batch(self.direction, self.priority)
-        wave.batch.on_caller = self._is_short
+        self._started_bytes += wave.payload_bytes
+        wave.batch.on_caller = self._is_short and self._started_bytes <= SHORT_CALL_BYTES
         wave.batch.deadline_ns = self._deadline_ns
         if self._then is None:
             self._in_flight.append(wave)

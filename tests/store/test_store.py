@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import blockkv
+from blockkv.device.base import Batch
 from blockkv.testing import SimulatedDevice
 
 UNUSABLE_DTYPES = {"quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"}
@@ -552,3 +553,29 @@ def test_what_is_no_list_is_named(store: blockkv.Store, items: Any) -> None:
         if items is not None or what != "outputs":
             with pytest.raises(blockkv.InvalidArgument, match=f"{items} is no list of {what}"):
                 call(items)
+
+
+def test_python_objects_are_refused(store: blockkv.Store) -> None:
+    with pytest.raises(blockkv.InvalidArgument, match="Python objects"):
+        store.put("k", np.array([{}, None], dtype=object))  # type: ignore[arg-type]
+
+
+def test_only_the_beginning_of_a_call_that_turns_out_long_is_on_its_thread(
+    store: blockkv.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = store._state.device
+    submit, seen = device.submit, []
+
+    def watch(batch: Batch) -> None:
+        seen.append(batch.on_caller)
+        submit(batch)
+
+    monkeypatch.setattr(device, "submit", watch)
+    small = [(f"small {number}", b"x") for number in range(32)]
+    large = [(f"large {number}", bytes([number]) * (3 << 20)) for number in range(4)]
+    store.put_many(small + large)
+    assert seen[0]
+    assert not seen[-1]
+    seen.clear()
+    assert store.get_many(["small 1", "large 1"])[1] is not None
+    assert seen == [True]
