@@ -25,9 +25,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ from blockkv.errors import BlockKVError, InvalidArgument
 
 __all__ = ["Case", "CaseResult", "Settings", "ShapeResult", "compare", "plan_cases"]
 
+T = TypeVar("T")
 Op = Literal["put", "get"]
 Memory = Literal["huge", "ordinary"]
 Calls = Literal["batch", "futures", "single"]
@@ -93,6 +94,10 @@ class CaseResult:
     fio_cpu_s_per_gb: float
     fio_shape: fio.Shape
     pairs: int
+    call_latency_us: dict[str, float]
+    """How long a call took, at p50, p99 and p99.9, over all pairs: one chunk of "single" and "futures"."""
+    fio_latency_us: dict[str, float]
+    """How long a request of that shape took fio: medians over the pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ class Sample:
 
     gb_per_s: float
     cpu_s_per_gb: float
+    latencies_s: Sequence[float] = ()
+    """Of each call."""
 
 
 def plan_cases(
@@ -269,7 +276,23 @@ def _measure_case(
         statistics.median(run.cpu_s_per_gb for run in of_fio),
         shape,
         settings.pairs,
+        latencies_us([seconds for sample in of_store for seconds in sample.latencies_s]),
+        {
+            name: statistics.median(run.latency_us[name] for run in of_fio)
+            for name in of_fio[0].latency_us
+            if all(name in run.latency_us for run in of_fio)
+        },
     )
+
+
+def latencies_us(seconds: Sequence[float]) -> dict[str, float]:
+    """p50, p99 and p99.9 in microseconds; the nearest rank, so p99.9 of few calls is the longest."""
+    ranked = sorted(seconds)
+    return {
+        f"p{percent:g}": ranked[min(len(ranked) - 1, int(len(ranked) * percent / 100))] * 1e6
+        for percent in map(float, fio.PERCENTILES)
+        if ranked
+    }
 
 
 def _run_pairs(count: int, first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -331,22 +354,36 @@ def _check_gets(
 def _measure_gets(
     store: blockkv.Store, case: Case, batches: list[list[str]], outs: list[torch.Tensor], seconds: float
 ) -> Sample:
+    latencies_s: list[float] = []
+
     def get_batch(keys: list[str]) -> None:
         if case.calls == "batch":
-            found = store.get_many(keys, outs)
+            found = _timed(latencies_s, lambda: store.get_many(keys, outs))
         elif case.calls == "single":
-            found = [store.get(key, out) for key, out in zip(keys, outs, strict=True)]
+            found = [
+                _timed(latencies_s, lambda key=key, out=out: store.get(key, out))  # type: ignore[misc]
+                for key, out in zip(keys, outs, strict=True)
+            ]
         else:
-            found = _some_at_a_time(store.submit_get, zip(keys, outs, strict=True))
+            found = _some_at_a_time(store.submit_get, zip(keys, outs, strict=True), latencies_s)
         if not all(found):
             raise BlockKVError(f"a chunk that was put is missing: {case}")
 
     endless = itertools.cycle(batches)
-    return _measure(case, get_batch, endless, endless, seconds)
+    return _measure(case, get_batch, endless, endless, seconds, latencies_s)
+
+
+def _timed(latencies_s: list[float], call: Callable[[], T]) -> T:
+    started = time.perf_counter()
+    result = call()
+    latencies_s.append(time.perf_counter() - started)
+    return result
 
 
 def _some_at_a_time(
-    submit: Callable[[str, torch.Tensor], Future[Any]], pairs: Iterable[tuple[str, torch.Tensor]]
+    submit: Callable[[str, torch.Tensor], Future[Any]],
+    pairs: Iterable[tuple[str, torch.Tensor]],
+    latencies_s: list[float],
 ) -> list[Any]:
     """The results of calls of which `FUTURES` are in flight."""
     in_flight: deque[Future[Any]] = deque()
@@ -354,7 +391,12 @@ def _some_at_a_time(
     for key, chunk in pairs:
         if len(in_flight) == FUTURES:
             results.append(in_flight.popleft().result())
-        in_flight.append(submit(key, chunk))
+        started = time.perf_counter()
+        future = submit(key, chunk)
+        future.add_done_callback(
+            lambda _, started=started: latencies_s.append(time.perf_counter() - started)  # type: ignore[misc]
+        )
+        in_flight.append(future)
     return results + [future.result() for future in in_flight]
 
 
@@ -362,24 +404,28 @@ def _measure_puts(
     store: blockkv.Store, case: Case, chunks: list[torch.Tensor], data_bytes: int, seconds: float
 ) -> Sample:
     last: list[str] = []
+    latencies_s: list[float] = []
 
     def put_batch(keys: list[str]) -> None:
         nonlocal last
         last = keys
         pairs = zip(keys, chunks, strict=True)
         if case.calls == "batch":
-            done = store.put_many(pairs)
+            done = _timed(latencies_s, lambda: store.put_many(pairs))
         elif case.calls == "single":
-            done = [store.put(key, chunk) for key, chunk in pairs]
+            done = [
+                _timed(latencies_s, lambda key=key, chunk=chunk: store.put(key, chunk))  # type: ignore[misc]
+                for key, chunk in pairs
+            ]
         else:
-            done = _some_at_a_time(store.submit_put, pairs)
+            done = _some_at_a_time(store.submit_put, pairs, latencies_s)
         if not all(done):
             raise BlockKVError(f"a new key was there already: {case}")
 
     calls_at_most = int(data_bytes * FILL_SHARE) // (case.chunk_bytes * case.chunks_per_call)
     batches = itertools.islice(batch_keys(case.chunks_per_call), calls_at_most)
     warm_up = itertools.islice(batches, int(calls_at_most * WARM_UP_SHARE))
-    sample = _measure(case, put_batch, warm_up, batches, seconds)
+    sample = _measure(case, put_batch, warm_up, batches, seconds, latencies_s)
     for key, chunk in zip(last, chunks, strict=True):
         if not torch.equal(chunk, store.get(key)):
             raise BlockKVError(f"chunk {key!r} read back is not what was put: {case}")
@@ -392,21 +438,26 @@ def _measure(
     warm_up: Iterator[list[str]],
     batches: Iterator[list[str]],
     seconds: float,
+    latencies_s: list[float],
 ) -> Sample:
-    """Move batch after batch, after a warm-up, for `seconds` or until there are no more."""
+    """Move batch after batch, after a warm-up, for `seconds` or until there are no more.
+
+    `move` notes how long its calls took in `latencies_s`.
+    """
     with Clock() as clock:
         for keys in warm_up:
             move(keys)
             if clock.elapsed_s() >= WARM_UP_S:
                 break
     moved_bytes = 0
+    latencies_s.clear()
     with Clock() as clock:
         for keys in batches:
             move(keys)
             moved_bytes += case.chunk_bytes * case.chunks_per_call
             if clock.elapsed_s() >= seconds:
                 break
-    return clock.sample(moved_bytes)
+    return replace(clock.sample(moved_bytes), latencies_s=tuple(latencies_s))
 
 
 class Clock:

@@ -100,8 +100,10 @@ def test_the_tool_measures_a_paced_device() -> None:
         assert case.keys() == {
             *("op", "chunk_bytes", "chunks_per_call", "verify", "memory", "calls"),
             *("gb_per_s", "fio_gb_per_s", "ratio", "ratio_spread", "cpu_s_per_gb", "fio_cpu_s_per_gb"),
-            *("fio_shape", "pairs"),
+            *("fio_shape", "pairs", "call_latency_us", "fio_latency_us"),
         }
+        for latency_us in (case["call_latency_us"], case["fio_latency_us"]):
+            assert 0 < latency_us["p50"] <= latency_us["p99"] <= latency_us["p99.9"]
     assert "beside fio" in done.stderr  # the table
 
 
