@@ -736,6 +736,8 @@ class Store:
             "engine": state.device.engine_name,
             "engine_reason": state.device.engine_reason,
             "accelerator": asdict(choose(state.options.verify)),
+            "memory": "direct where it starts at a multiple of "
+            f"{state.device.limits.memory_alignment_bytes} bytes, through registered staging elsewhere",
             "limits": asdict(state.device.limits),
             "options": {**asdict(state.options), "policies": state.options.policies.described()},
             "read_only_reason": state.read_only_reason or "",

@@ -579,3 +579,8 @@ def test_only_the_beginning_of_a_call_that_turns_out_long_is_on_its_thread(
     seen.clear()
     assert store.get_many(["small 1", "large 1"])[1] is not None
     assert seen == [True]
+
+
+def test_info_says_when_memory_is_reached_directly(store: blockkv.Store) -> None:
+    info = store.info()
+    assert f"multiple of {info['limits']['memory_alignment_bytes']} bytes" in info["memory"]
