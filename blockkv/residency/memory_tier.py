@@ -267,23 +267,32 @@ class MemoryTier:
         return victims if rank is None else []
 
     def leave(self, victims: Sequence[Resident]) -> None:
-        """Bring to the store what it is to have, and give the memory back."""
-        for one in victims:
-            growing = one.growing
-            if growing is not None:
-                try:
-                    growing.spill()
-                except BlockKVError as error:
-                    logger.warning("a growing chunk stays in memory: %s", error)
-                    one.stuck = True
-        # Those that were sealed meanwhile are among them.
-        self.write_back([one for one in victims if one.found])
-        with self.lock:
+        """Bring to the store what it is to have, and give the memory back.
+
+        Whatever `admit` raises, they stay then.
+        """
+        left = False
+        try:
             for one in victims:
-                one.leaving = False
-                if not one.stuck:
-                    self.remove(one)
-            self.changed.notify_all()
+                growing = one.growing
+                if growing is not None:
+                    one.stuck = False
+                    try:
+                        growing.spill()
+                    except BlockKVError as error:
+                        logger.warning("a growing chunk stays in memory: %s", error)
+                        one.stuck = True
+            # Those that were sealed meanwhile are among them.
+            self.write_back([one for one in victims if one.found])
+            left = True
+        finally:
+            with self.lock:
+                for one in victims:
+                    one.leaving = False
+                    # One that goes on growing in the store is not here any more, come what may.
+                    if not one.stuck and (left or one.encoded in self.growing_in_store):
+                        self.remove(one)
+                self.changed.notify_all()
 
     def write_back(self, residents: Sequence[Resident]) -> None:
         """Put chunks into the store that are not there, if admission takes them."""
@@ -300,16 +309,19 @@ class MemoryTier:
         if not chosen:
             return
         failed: dict[int, BlockKVError] = {}
+        written = [False] * len(chosen)
         try:
-            self.store.put_many([(one.key, one.value()) for one in chosen])
+            written = self.store.put_many([(one.key, one.value()) for one in chosen])
         except BatchError as error:
-            failed = dict(error.errors)
+            written, failed = [bool(result) for result in error.results], dict(error.errors)
         except BlockKVError as error:
             failed = dict.fromkeys(range(len(chosen)), error)
         for number, one in enumerate(chosen):
             if number in failed:
                 logger.warning("a chunk of %d bytes is lost: %s", one.size_bytes, failed[number])
                 self.count("write_backs_failed", 0, "")
+            elif not written[number] and not self.store.contains(one.key):
+                self.count("write_backs_refused", 0, "")
             else:
                 one.in_store = True
                 self.count("write_backs", one.size_bytes, "write_back_bytes")
@@ -320,8 +332,9 @@ class MemoryTier:
             if leased is None:  # it has just left, and is in the store
                 self.store.commit()
                 return
-            self.store.put(leased.key, leased.value(), durable=True)
-            leased.in_store = True
+            # What the admission policy of the store refuses is not there.
+            written = self.store.put(leased.key, leased.value(), durable=True)
+            leased.in_store = written or self.store.contains(leased.key)
 
     def enter(
         self, key: Key, candidate: Candidate, part: Part, layout: Layout | None, *, in_store: bool = False

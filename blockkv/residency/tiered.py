@@ -495,8 +495,8 @@ class TieredStore:
                 self.rebind()
             except StoreClosed:
                 return
-            except BlockKVError as error:
-                logger.error("the memory tier: %s", error)
+            except Exception as error:  # also what a ranker or `admit` raises: the next round may go better
+                logger.error("the memory tier: %r", error)
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:

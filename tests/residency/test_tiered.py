@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import blockkv
 from blockkv import MemoryBudget, Place, TieredStore
+from blockkv.catalog.admission import SecondAsk
 from blockkv.residency import Candidate, Estimate
 from blockkv.testing import SimulatedDevice
 
@@ -291,6 +292,48 @@ def test_what_cannot_be_written_back_is_lost_and_counted(device: SimulatedDevice
         assert torch.equal(tier.get("k5"), content(2 * MIB, 5))
 
 
+class Refusing(SecondAsk):
+    """Admits nothing."""
+
+    def admits(self, digest: bytes) -> bool:
+        return False
+
+
+def test_what_the_store_refuses_is_not_in_it(device: SimulatedDevice, budget: Adjustable) -> None:
+    store = blockkv.open(device, admission=Refusing)
+    with TieredStore(store, budget, interval_s=None) as tier:
+        tier.put("k", content(MIB))
+        assert not tier.put("k", content(MIB), durable=True)
+        with tier.reserve("grown", MIB) as chunk:
+            chunk.append(content(MIB))
+            chunk.seal(durable=True)
+        assert set(tier.keys()) == {"k", "grown"}
+        budget.budget_bytes = 0
+        tier.rebind()
+        assert tier.get("k") is None
+        figures = tier.stats()
+        assert (figures["write_backs"], figures["write_backs_refused"]) == (0, 2)
+
+
+def test_an_admission_that_raises_holds_nothing(device: SimulatedDevice) -> None:
+    asked = []
+
+    def admit(candidate: Candidate) -> bool:
+        asked.append(candidate.key)
+        if len(asked) == 1:
+            raise ZeroDivisionError
+        return True
+
+    with TieredStore(blockkv.open(device), 2 * MIB, admit=admit, interval_s=None) as tier:
+        tier.put("k0", content(2 * MIB))
+        with pytest.raises(ZeroDivisionError):
+            tier.put("k1", content(2 * MIB))
+        assert torch.equal(tier.get("k0"), content(2 * MIB))
+        assert tier.put("k2", content(2 * MIB, 2))
+        assert tier.delete("k0")
+        assert torch.equal(tier.get("k2"), content(2 * MIB, 2))
+
+
 # -- growing -----------------------------------------------------------------------------------------------
 
 
@@ -388,6 +431,22 @@ def test_no_room_in_the_store(device: SimulatedDevice, budget: Adjustable) -> No
         assert not chunk.in_memory
         chunk.seal()
         assert torch.equal(tier.get("k"), content(4 * MIB - 1))
+
+
+def test_what_had_no_room_leaves_once_there_is_some(device: SimulatedDevice, budget: Adjustable) -> None:
+    store = blockkv.open(device, evict=False)
+    store.put("filler", content(store.stats()["largest_free_bytes"] - MIB))
+    with TieredStore(store, budget, interval_s=None) as tier:
+        chunk = tier.reserve("k", 4 * MIB)
+        chunk.append(content(MIB))
+        with pytest.raises(blockkv.StoreFull):
+            chunk.append(content(1), durable=True)
+        store.delete("filler")
+        chunk.append(content(MIB), durable=True)
+        assert not chunk.in_memory
+        assert tier.stats()["memory_chunks"] == 0
+        chunk.seal()
+        assert tier.delete("k")
 
 
 # -- bounds, threads, an oracle ----------------------------------------------------------------------------
