@@ -26,7 +26,8 @@ REMEMBERED_CHUNKS = 1 << 20
 class Admission(Protocol):
     """What the store tells a policy, and what it asks it. Chunks go by their digests.
 
-    Every method is called with the store's lock held: it must not block, and must not call the store.
+    Every method is called with the store's lock held: it must not block, and must not call the store. Of
+    a policy that raises the store says so in the log, and goes on without it until the next open.
     """
 
     def asked(self, digests: Sequence[bytes]) -> None:

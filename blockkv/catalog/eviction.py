@@ -9,7 +9,7 @@ Invariants
     nothing to propose the least recently used chunk leaves;
   * a policy that was never told of a chunk, or not of its end, does no harm.
 
-Not here: what may be written at all (`admission`), priorities, quotas and expiry (`blockkv.store.tenancy`).
+Not here: what may be written at all (`admission`), priorities, quotas and expiry (`blockkv.store.keeping`).
 Callers serialise.
 """
 
@@ -30,7 +30,8 @@ __all__ = ["POLICIES", "Eviction", "Lru", "PrefixAware", "S3Fifo"]
 class Eviction(Protocol):
     """What the store tells a policy, and what it asks it. Chunks go by their digests.
 
-    Every method is called with the store's lock held: it must not block, and must not call the store.
+    Every method is called with the store's lock held: it must not block, and must not call the store. Of
+    a policy that raises the store says so in the log, and goes on without it until the next open.
     """
 
     def asked(self, digests: Sequence[bytes]) -> None:

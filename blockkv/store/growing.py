@@ -241,6 +241,7 @@ class GrowingChunk:
                     self._state.counters["put_chunks"] += 1
                     self._state.counters["put_bytes"] += size_bytes
                     self._end(GrowthEnded, "the growing chunk was sealed; get it from the store")
+                    self._state.keep_quotas()
             if durable:
                 self._state.log.commit(entry.log_sequence)
 

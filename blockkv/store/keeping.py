@@ -5,6 +5,7 @@ with the first put that has a priority or a time to live. Everything is called w
 
 Invariants
   * a chunk that is pinned or being read is never evicted, whatever a policy, a priority or a quota says;
+  * a policy that raises is done without until the next open, and the change that told it goes on;
   * what has expired is deleted before the next call that looks for a key, and before anything is evicted;
   * nothing here is stored on the device: after a restart chunks have no priority and do not expire, policies
     know the order of last use and no more, and quotas count again what is there.
@@ -14,7 +15,9 @@ Not here: what the policies are (`blockkv.catalog.eviction`, `blockkv.catalog.ad
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import logging
 import time
 from array import array
 from collections import Counter, OrderedDict
@@ -31,12 +34,16 @@ from blockkv.errors import InvalidArgument
 
 __all__ = ["Keeping", "Policies", "Stay", "stay"]
 
+logger = logging.getLogger("blockkv")
+
 REPEAT_S = 5.0
 """A prefix that is looked up again this soon is still the same request: schedulers poll while they queue."""
 ANNOUNCED_LIMIT = 1 << 16
 """Chunks that were looked up and neither got nor put since, of which this much is known."""
 LONGEST_TTL_S = 10 * 365 * 86400
 PRIORITY_LIMIT = 1 << 31
+QUOTA_SHARE = 128
+"""A family above its quota also loses what fits into 1/128 of it, so that not every put sorts it out anew."""
 
 T = TypeVar("T")
 
@@ -155,17 +162,19 @@ class Keeping:
     def used(self, digests: Sequence[bytes]) -> None:
         """Those of these chunks that are there have been used."""
         if self._eviction is not None:
-            for digest in digests:
-                if digest in self._index:
-                    self._eviction.used(digest)
+            with self._heeding(self._eviction):
+                for digest in digests:
+                    if digest in self._index:
+                        self._eviction.used(digest)
 
     def admitted(self, digests: Sequence[bytes]) -> list[bool]:
         """Which of these chunks may be put: those that are there, and those that the policy admits."""
         self._ask_for_unannounced(digests)
         policy = self._admission
-        if policy is None:
-            return [True] * len(digests)
-        return [digest in self._index or policy.admits(digest) for digest in digests]
+        if policy is not None:
+            with self._heeding(policy):
+                return [digest in self._index or policy.admits(digest) for digest in digests]
+        return [True] * len(digests)
 
     def begin_put(self, digests: Sequence[bytes], stay: Stay) -> None:
         """Chunks are on their way that are to stay like this, unless they are there already."""
@@ -195,7 +204,8 @@ class Keeping:
         """These chunks are in the index no longer."""
         for digest in digests:
             if self._eviction is not None:
-                self._eviction.removed(digest)
+                with self._heeding(self._eviction):
+                    self._eviction.removed(digest)
             self._expires_s.pop(digest, None)
             priority = self._priorities.pop(digest, 0)
             if priority:
@@ -206,7 +216,8 @@ class Keeping:
 
     def _enter(self, digest: bytes, family: str, payload_bytes: int) -> None:
         if self._eviction is not None:
-            self._eviction.inserted(digest)
+            with self._heeding(self._eviction):
+                self._eviction.inserted(digest)
         if family in self._quotas:
             self._families[digest] = family, payload_bytes
             self._used_bytes[family] += payload_bytes
@@ -223,7 +234,20 @@ class Keeping:
     def _ask(self, digests: Sequence[bytes]) -> None:
         for policy in (self._eviction, self._admission):
             if policy is not None:
-                policy.asked(digests)
+                with self._heeding(policy):
+                    policy.asked(digests)
+
+    @contextlib.contextmanager
+    def _heeding(self, policy: Eviction | Admission) -> Iterator[None]:
+        """Whatever the policy raises ends the policy, and nothing else."""
+        try:
+            yield
+        except Exception:
+            logger.exception("a policy raised; until the store is opened again it goes on without %r", policy)
+            if policy is self._eviction:
+                self._eviction = None
+            else:
+                self._admission = None
 
     # -- who leaves ------------------------------------------------------------------------------------
 
@@ -245,7 +269,8 @@ class Keeping:
         The lowest priority leaves first, and within one whom the policy proposes.
         """
         if self._admission is not None:
-            self._admission.evicting(len(self._index))
+            with self._heeding(self._admission):
+                self._admission.evicting(len(self._index))
         if not self._priorities and self._eviction is None:
             return self._index.first_victims(units)
         found: dict[int, None] = {}
@@ -267,12 +292,16 @@ class Keeping:
             if self._used_bytes[family] <= quota_bytes:
                 continue
             mine = [digest for digest in self._order() if self._families.get(digest, ("", 0))[0] == family]
-            mine.sort(key=lambda digest: self._priorities.get(digest, 0))
+            # What never fits goes first, or everybody else would leave for it in vain.
+            mine.sort(key=lambda one: (self._families[one][1] <= quota_bytes, self._priorities.get(one, 0)))
+            floor_bytes = quota_bytes - quota_bytes // QUOTA_SHARE
             for digest in mine:
-                if self._used_bytes[family] <= quota_bytes:
+                if self._index.idle(digest) is None:
+                    continue
+                left_bytes = self._used_bytes[family] - self._families[digest][1]
+                if self._used_bytes[family] <= quota_bytes and left_bytes < floor_bytes:
                     break
-                if self._index.idle(digest) is not None:
-                    yield digest
+                yield digest
 
     def used_bytes(self) -> dict[str, int]:
         """Payload of each family that has a quota."""
@@ -287,7 +316,8 @@ class Keeping:
     def _order(self) -> Iterator[bytes]:
         """Whom the policy proposes, and then everybody, the least recently used first."""
         if self._eviction is not None:
-            yield from self._eviction.victims()
+            with self._heeding(self._eviction):
+                yield from self._eviction.victims()
         yield from self._index.digests()
 
 

@@ -301,6 +301,47 @@ def test_a_family_above_its_quota_loses_its_own(image: Path, eviction: str) -> N
         assert store._state.keep().used_bytes() == {"a": 2 * CHUNK_BYTES}
 
 
+def test_what_is_above_its_quota_alone_evicts_nobody_else(image: Path) -> None:
+    with blockkv.open(image, quotas={"a": 5 * CHUNK_BYTES}) as store:
+        keys = fill(store, "a", 5)
+        store.put("a/huge", bytes(6 * CHUNK_BYTES))
+        assert held(store, keys) == keys
+        assert "a/huge" not in store
+
+
+def test_a_quota_counts_what_was_sealed(image: Path) -> None:
+    with blockkv.open(image, quotas={"a": 2 * CHUNK_BYTES}) as store:
+        for number in range(4):
+            chunk = store.reserve(f"a/{number}", CHUNK_BYTES)
+            chunk.append(payload(f"a/{number}"), durable=number % 2 == 0)
+            chunk.seal()
+        assert held(store, [f"a/{number}" for number in range(4)]) == ["a/2", "a/3"]
+
+
+@pytest.mark.parametrize("moment", ["asked", "inserted", "used", "removed", "victims", "admits", "evicting"])
+def test_a_policy_that_raises_is_done_without(image: Path, moment: str) -> None:
+    class Admitting(SecondAsk):
+        def admits(self, digest: bytes) -> bool:
+            return True
+
+    def raising(*_: object) -> None:
+        raise ZeroDivisionError
+
+    eviction, admission = Lru(), Admitting()
+    with blockkv.open(image, eviction=lambda: eviction, admission=lambda: admission) as store:
+        fill(store, "a", 4)
+        setattr(admission if moment in ("admits", "evicting") else eviction, moment, raising)
+        assert store.lookup(["a/0", "a/1"]) == 2
+        assert store.get("a/0") is not None
+        assert store.delete("a/3")
+        keys = fill(store, "b", capacity(store) + 8)
+        assert keys[-1] in held(store, keys)
+        assert not store.info()["write_failure"]
+    with blockkv.open(image) as store:
+        assert keys[-1] in held(store, keys)
+        assert not store.check(payload=True).findings
+
+
 def test_a_quota_evicts_nothing_pinned(image: Path) -> None:
     with blockkv.open(image, quotas={"a": CHUNK_BYTES}) as store:
         fill(store, "a", 1)
