@@ -175,7 +175,7 @@ class ArrayStore(Store):
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
-        self._stream_pool = StreamPool()
+        self._stream_pool = StreamPool(self._go_inside)
         self._writers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-put", self._go_inside)
         self._readers = ThreadPoolExecutor(MEMBER_THREADS, "blockkv-member-get", self._go_inside)
         _open_arrays.add(self)

@@ -180,7 +180,7 @@ class Store:
         self._closed = ""
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
-        self._stream_pool = StreamPool()
+        self._stream_pool = StreamPool(self._go_inside)
         self._scrub: Scrub | None = None
         self._staging = Staging()
         self._growing: set[GrowingChunk] = set()

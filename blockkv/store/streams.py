@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -106,11 +107,13 @@ class StreamPool:
     takes longer than reading the first layers. Any thread may use it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, go_inside: Callable[[], None]) -> None:
+        """`go_inside` is called on the thread first: it says that closing the store would wait for it."""
+        self._go_inside = go_inside
         self._lock = threading.Lock()
-        self._called = threading.Condition(self._lock)
         self._kept: list[Any] = []
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """None ends the thread."""
         self._thread: threading.Thread | None = None
         self._ended = False
 
@@ -131,36 +134,42 @@ class StreamPool:
             while sum(one.nbytes for one in self._kept) > KEPT_BYTES:
                 self._kept.pop(0)
 
+    def start(self) -> None:
+        """Have the thread, from the first stream on."""
+        with self._lock:
+            if self._thread is None and not self._ended:
+                self._thread = threading.Thread(target=self._run, name="blockkv-stream", daemon=True)
+                self._thread.start()
+
     def soon(self, call: Callable[[], None]) -> None:
         """Call it on the thread of the pool; at once where that has ended."""
         with self._lock:
             at_once = self._ended
             if not at_once:
-                self._calls.append(call)
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="blockkv-stream", daemon=True)
-                    self._thread.start()
-                self._called.notify()
+                self._calls.put(call)
         if at_once:
             call()
+
+    def after_all(self, call: Callable[[], None]) -> None:
+        """Call it on the thread of the pool, unless that has ended: for finalizers, which run in the middle
+        of anything and must not wait for a lock.
+        """
+        if not self._ended:
+            self._calls.put(call)
 
     def end(self) -> None:
         """The store is closed."""
         with self._lock:
             self._kept.clear()
             self._ended = True
-            self._called.notify()
+            self._calls.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         # An executor would do, and takes as long to be told of a call as a layer takes to be handed over.
-        while True:
-            with self._lock:
-                self._called.wait_for(lambda: self._calls or self._ended)
-                if not self._calls:
-                    return
-                call = self._calls.popleft()
+        self._go_inside()
+        while (call := self._calls.get()) is not None:
             call()
             del call
 
@@ -222,6 +231,8 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         self._waiting: deque[_Group] = deque()
         self._started: deque[_Group] = deque()
         self._feeding = False
+        self._asking_thread = 0
+        """The thread that is in `into`."""
         self._ahead_limit = 0
         self._shelves: list[_Shelf] = []
         self._chunks: list[Leased] = []
@@ -234,6 +245,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         """What it has for the pieces, in hand and ahead; scratch for the edges of leaves comes on top."""
         digests = [key_digest(encode_key(key)) for key in keys]
         pieces = _pieces(layout, part, self._axes)
+        pool.start()
         found = source._lease_chunks(digests)
         self._chunks = list(itertools.takewhile(lambda chunk: chunk is not None, found))  # type: ignore[arg-type]
         release(found[len(self._chunks) :])
@@ -341,8 +353,15 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         return self._memory
 
     def close(self) -> None:
-        """Wait for what the device is reading, start nothing more, give the leases back. Idempotent."""
+        """Wait for what the device is reading, start nothing more, give the leases back. Idempotent.
+
+        Raises InvalidArgument in `into`, which it would wait for.
+        """
         with self._condition:
+            if self._asking_thread == threading.get_ident():
+                raise InvalidArgument(
+                    "close was called from inside `into` of the stream; return from that first"
+                )
             self._closed = True
             self._condition.wait_for(lambda: not any(group.pending_count for group in self._started))
             chunks, self._chunks = self._chunks, []
@@ -361,8 +380,9 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         self.close()
 
     def __del__(self) -> None:
+        # Wherever the collector runs, locks may be held that closing waits for.
         if not getattr(self, "_closed", True):
-            self.close()
+            self._pool.after_all(self.close)
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -410,7 +430,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         while True:
             try:
                 self._feed(len(self._waiting))
-            except Exception as error:
+            except BaseException as error:  # or nobody would ask for the layers of other streams any more
                 self._end(
                     error if isinstance(error, BlockKVError) else BlockKVError(f"into failed: {error!r}")
                 )
@@ -489,7 +509,11 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         """For each key what is handed over of the group, and where it is read to."""
         if self._into is not None:
             (piece,) = group.pieces
-            outputs = [self._into(_said(piece.numbers), position) for position in range(count)]
+            self._asking_thread = threading.get_ident()
+            try:
+                outputs = [self._into(_said(piece.numbers), position) for position in range(count)]
+            finally:
+                self._asking_thread = 0
             found, errors = targets(range(count), [group.plan.layout] * count, outputs)
             for error in errors.values():
                 raise error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -252,6 +254,46 @@ def test_leases_end_with_the_stream(store: blockkv.Store, how: str) -> None:
             # A thread may be asking for the next piece just now; with that it lets go.
             assert store._state.changed.wait_for(lambda: not store._state.any_leased(), 30)
     assert not store._state.any_leased()
+
+
+def test_a_stream_that_the_collector_finds_holds_nobody_up(store: blockkv.Store) -> None:
+    class Kept(list[torch.Tensor]):
+        """Memory of the pool, with the collector running when somebody looks, under the lock of the pool."""
+
+        def __iter__(self) -> Any:
+            gc.collect()
+            return super().__iter__()
+
+    whole = fill(store, 2)
+    ring: list[Any] = [store.stream(whole, layout=LAYOUT, lookahead_bytes=2 * LAYER_BYTES)]
+    next(ring[0])
+    while ring[0]._feeding:
+        time.sleep(0.01)
+    ring.append(ring)
+    store._stream_pool._kept = Kept()
+    ring = []
+    assert len([*store.stream(whole, layout=LAYOUT)]) == LAYERS
+    with store._state.changed:
+        assert store._state.changed.wait_for(lambda: not store._state.any_leased(), 30)
+
+
+@pytest.mark.parametrize("what", ["close the stream", "close the store", "exit"])
+def test_what_into_must_not_do_ends_its_stream_alone(store: blockkv.Store, what: str) -> None:
+    whole = fill(store, 2)
+    streams: list[Any] = []
+
+    def into(layer: int, position: int) -> torch.Tensor:
+        if layer == 2 and what == "exit":
+            raise SystemExit
+        if layer == 2:
+            (streams[0] if what == "close the stream" else store).close()
+        return torch.empty(1, 2, 64, 8, 64).half()
+
+    bound = 2 * LAYER_BYTES
+    streams.append(store.stream(whole, layout=LAYOUT, into=into, lookahead_bytes=bound))
+    assert len([*streams[0]]) <= 2
+    assert "SystemExit" in str(streams[0].problem) or isinstance(streams[0].problem, blockkv.InvalidArgument)
+    assert len([*store.stream(whole, layout=LAYOUT)]) == LAYERS
 
 
 def test_a_closed_store_ends_the_stream(device: SimulatedDevice, open_on: Any) -> None:
