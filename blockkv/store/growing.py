@@ -626,8 +626,8 @@ def reserve(
 ) -> GrowingChunk:
     """Carry out `Store.reserve`; `ended` is called when the chunk is not growing any more."""
     limit_bytes = (MAX_EXTENT_UNITS - 3 * BUFFER_UNITS) * UNIT_BYTES
-    if not 0 < capacity_bytes <= limit_bytes:
-        raise InvalidArgument(f"capacity_bytes is {capacity_bytes}; use 1 to {limit_bytes}")
+    if not (isinstance(capacity_bytes, int) and 0 < capacity_bytes <= limit_bytes):
+        raise InvalidArgument(f"capacity_bytes is {capacity_bytes!r}; use 1 to {limit_bytes}")
     digest = key_digest(encode_key(key))
     with state.lock:
         while digest in state.claims:

@@ -31,6 +31,7 @@ from blockkv.catalog.admission import Admission
 from blockkv.catalog.eviction import Eviction
 from blockkv.catalog.index import Index
 from blockkv.errors import InvalidArgument
+from blockkv.store.numbers import is_number
 
 __all__ = ["Keeping", "Policies", "Stay", "stay"]
 
@@ -76,9 +77,9 @@ class Policies:
             if not isinstance(chosen, str) and not callable(chosen):
                 raise InvalidArgument(f"{what} is a name or a function that makes a policy, not {chosen!r}")
         for family, quota_bytes in (self.quotas or {}).items():
-            if not family or "/" in family or quota_bytes < 1:
+            if not family or "/" in family or not (is_number(quota_bytes) and quota_bytes >= 1):
                 raise InvalidArgument(
-                    f"the quota {family!r}: {quota_bytes} is none; give at least 1 byte, by what the keys "
+                    f"the quota {family!r}: {quota_bytes!r} is none; give at least 1 byte, by what the keys "
                     "begin with, up to their first slash"
                 )
 
@@ -98,8 +99,10 @@ class Policies:
 
 def stay(ttl_s: float | None, priority: int) -> Stay | None:
     """What a put is given, None where that is nothing. Raises InvalidArgument."""
-    if ttl_s is not None and not 0 < ttl_s <= LONGEST_TTL_S:
-        raise InvalidArgument(f"ttl_s is {ttl_s}; use None, or more than 0 and up to {LONGEST_TTL_S} seconds")
+    if ttl_s is not None and not (is_number(ttl_s) and 0 < ttl_s <= LONGEST_TTL_S):
+        raise InvalidArgument(
+            f"ttl_s is {ttl_s!r}; use None, or more than 0 and up to {LONGEST_TTL_S} seconds"
+        )
     if not isinstance(priority, int) or not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
         raise InvalidArgument(f"priority is {priority!r}; use a whole number, 0 for the usual one")
     return None if ttl_s is None and not priority else Stay(ttl_s, priority)

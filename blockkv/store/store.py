@@ -546,8 +546,9 @@ class Store:
         and when it ends; or where `into` says, called with (number, position of the key) before that part is
         read.
 
-        The prefix of `keys` that is stored is streamed. A chunk with a part that does not verify ends it:
-        from then on there are tensors for the keys before it only, and `valid_keys` says how many those are.
+        The prefix of `keys` that is stored, and not growing, is streamed. A chunk with a part that does not
+        verify ends it: from then on there are tensors for the keys before it only, and `valid_keys` says how
+        many those are.
         No miss and no device that is lost raises while one iterates; `problem` tells of the latter.
 
         The chunks are leased until the stream is exhausted or closed: it is a context manager. `preload`: as
@@ -556,6 +557,7 @@ class Store:
         Raises InvalidArgument (order, a look-ahead too small for one piece), LayoutMismatch, StoreClosed.
         """
         self._check_open()
+        check_layout(layout)
         return PartStream(
             self,
             self._stream_pool,
@@ -1132,12 +1134,21 @@ def wanted_parts(part: Part | Sequence[Part] | None, layout: KVLayout | None, co
         if part is not None:
             raise InvalidArgument("a part was given without layout=, which says where in a chunk it is")
         return []
+    check_layout(layout)
     if part is None or isinstance(part, Part):
         return [part or WHOLE] * count
-    parts = list(part)
+    parts = listed(part, "parts")
+    if not all(isinstance(one, Part) for one in parts):
+        raise InvalidArgument(f"part is {part!r}; give a Part, or one for each key")
     if len(parts) != count:
         raise InvalidArgument(f"{count} keys but {len(parts)} parts")
     return parts
+
+
+def check_layout(layout: object) -> None:
+    """Raise InvalidArgument for what is no KV layout."""
+    if not isinstance(layout, KVLayout):
+        raise InvalidArgument(f"layout is {layout!r}; give a KVLayout")
 
 
 def several_keys(keys: Iterable[Key]) -> list[Key]:

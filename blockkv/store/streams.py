@@ -8,8 +8,8 @@
 Invariants
   * all chunks of the prefix are leased until the stream ends, so nothing of it is evicted half-way;
   * what was asked for and not yet handed over takes at most `lookahead_bytes`, scratch included;
-  * a key whose part is missing or does not verify, and all keys behind it, are left out from then on. Nothing
-    is raised for it: the prefix is shorter, as it is for a miss.
+  * a key whose part is missing, growing or does not verify, and all keys behind it, are left out from then
+    on. Nothing is raised for it: the prefix is shorter, as it is for a miss.
 
 Not here: reading a part (`part_gets`), which leaves it needs (`part_plan`).
 """
@@ -247,7 +247,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         pieces = _pieces(layout, part, self._axes)
         pool.start()
         found = source._lease_chunks(digests)
-        self._chunks = list(itertools.takewhile(lambda chunk: chunk is not None, found))  # type: ignore[arg-type]
+        self._chunks = list(itertools.takewhile(_is_whole, found))  # type: ignore[arg-type]
         release(found[len(self._chunks) :])
         self._valid_keys = len(self._chunks)
         try:
@@ -611,8 +611,13 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         ]
 
 
+def _is_whole(chunk: Leased | None) -> bool:
+    """Whether it is there, and not growing: a lease as long as a stream would hold up durable appends."""
+    return chunk is not None and chunk.entry.digest not in chunk.state.reserved
+
+
 def _axes(order: str) -> list[str]:
-    axes = order.split()
+    axes = order.split() if isinstance(order, str) else []
     if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(ORDERABLE):
         raise InvalidArgument(f"order={order!r}; use one or more of {', '.join(ORDERABLE)}, outermost first")
     return axes

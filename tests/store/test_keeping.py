@@ -404,6 +404,7 @@ def test_an_array_has_policies_in_every_member(image_dir: Path) -> None:
         {"eviction": 5},
         {"quotas": {"a/b": 1}},
         {"quotas": {"a": 0}},
+        {"quotas": {"a": "5MiB"}},
     ],
 )
 def test_what_is_no_policy_is_refused(image: Path, options: dict[str, Any]) -> None:
@@ -412,7 +413,15 @@ def test_what_is_no_policy_is_refused(image: Path, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"ttl_s": 0}, {"ttl_s": -1}, {"ttl_s": float("nan")}, {"priority": 1.5}, {"priority": 2**40}]
+    "options",
+    [
+        {"ttl_s": 0},
+        {"ttl_s": -1},
+        {"ttl_s": float("nan")},
+        {"ttl_s": "9"},
+        {"priority": 1.5},
+        {"priority": 2**40},
+    ],
 )
 def test_what_is_no_stay_is_refused(image: Path, options: dict[str, Any]) -> None:
     with blockkv.open(image) as store, pytest.raises(InvalidArgument):

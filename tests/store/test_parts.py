@@ -242,6 +242,9 @@ def test_layouts_that_do_not_fit_are_refused(store: blockkv.Store) -> None:
         store.get("k", part=Part(layers=4), layout=right)
     with pytest.raises(blockkv.InvalidArgument, match="layout="):
         store.get("k", part=Part(layers=1))
+    no_parts: Any = ["layers=1", "layers=2"]
+    with pytest.raises(blockkv.InvalidArgument, match="give a Part"):
+        store.get_many(["k", "k"], part=no_parts, layout=right)
     with pytest.raises(blockkv.InvalidArgument, match="2 keys but 1 parts"):
         store.get_many(["k", "two"], part=[Part()], layout=right)
     with pytest.raises(blockkv.LayoutMismatch):

@@ -277,6 +277,19 @@ def test_a_stream_that_the_collector_finds_holds_nobody_up(store: blockkv.Store)
         assert store._state.changed.wait_for(lambda: not store._state.any_leased(), 30)
 
 
+def test_a_growing_chunk_ends_the_prefix_and_goes_on_growing(store: blockkv.Store) -> None:
+    whole = fill(store, 1)
+    (layout,) = LAYOUT.arrays
+    with store.reserve("grown", 4 * LAYOUT.payload_bytes) as chunk:
+        chunk.append(torch.zeros(layout.shape).half(), durable=True)
+        stream = store.stream([*whole, "grown"], layout=LAYOUT, lookahead_bytes=2 * LAYER_BYTES)
+        assert stream.valid_keys == 1
+        next(stream)
+        chunk.append(torch.zeros(layout.shape).half(), durable=True)
+        chunk.seal()
+        assert len([*stream]) == LAYERS - 1
+
+
 @pytest.mark.parametrize("what", ["close the stream", "close the store", "exit"])
 def test_what_into_must_not_do_ends_its_stream_alone(store: blockkv.Store, what: str) -> None:
     whole = fill(store, 2)
@@ -310,9 +323,13 @@ def test_a_closed_store_ends_the_stream(device: SimulatedDevice, open_on: Any) -
 
 def test_what_cannot_be_streamed_is_refused(store: blockkv.Store) -> None:
     whole = fill(store, 2)
-    for order in ("", "dim", "layers layers", "layers dim"):
+    orders: list[Any] = ["", "dim", "layers layers", "layers dim", ["layers"]]
+    for order in orders:
         with pytest.raises(blockkv.InvalidArgument, match="order="):
             store.stream(whole, order, layout=LAYOUT)
+    layout: Any = "layers kv"
+    with pytest.raises(blockkv.InvalidArgument, match="give a KVLayout"):
+        store.stream(whole, layout=layout)
     with pytest.raises(blockkv.InvalidArgument, match=f"takes {2 * LAYER_BYTES}"):
         store.stream(whole, layout=LAYOUT, lookahead_bytes=2 * LAYER_BYTES - 1)
     with pytest.raises(blockkv.InvalidArgument, match="nothing along"):
