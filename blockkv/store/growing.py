@@ -222,6 +222,7 @@ class GrowingChunk:
         """
         with self._guard(True):
             with self._lock:
+                self._wait_for_readers()
                 self._check()
                 size_bytes = self.size_bytes
                 if not size_bytes:
@@ -232,7 +233,6 @@ class GrowingChunk:
                 self._check()
                 if self._entry is not None:
                     self._state.log.flush_payload()
-                self._wait_for_readers()
                 extent = self._start, unit_count(size_bytes)
                 with self._state.changing:
                     entry = self._publish(size_bytes, (extent,))
@@ -254,10 +254,10 @@ class GrowingChunk:
             if self._ended is not None:
                 return
         with self._guard(True), self._lock:
+            self._wait_for_readers()
             if self._ended is not None:
                 return
             self._settle()
-            self._wait_for_readers()
             state = self._state
             with state.changing:
                 rest = state.reserved[self._digest]
@@ -557,6 +557,10 @@ class GrowingChunk:
         return self._entry
 
     def _wait_for_readers(self) -> None:
+        """Return when no read is under way, and none can begin before the lock is let go.
+
+        Meanwhile others append, or end it: nothing that was found out before holds any more.
+        """
         self._changed.wait_for(lambda: not self._readers)
 
     def _give_back(self, extent: Extent, log_sequence: int) -> None:

@@ -565,6 +565,33 @@ def test_readers_and_a_writer_at_once(image_dir: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("end", ["seal", "abandon"])
+def test_appends_while_an_end_waits_for_readers(store: blockkv.Store, end: str) -> None:
+    """What comes in then is of what is sealed, and none of it is on its way when space comes back."""
+    chunk = store.reserve("k", 4 << 20)
+    chunk.append(content(300_000))
+    with chunk._lock:
+        chunk._readers += 1  # a read that takes its time
+    ending = threading.Thread(target=getattr(chunk, end))
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive()
+    chunk.append(content(700_001, seed=1))
+    with chunk._lock:
+        chunk._readers -= 1
+        chunk._changed.notify_all()
+    ending.join()
+    with pytest.raises(blockkv.GrowthEnded):
+        chunk.append(content(1))
+    found = store.get("k")
+    if end == "seal":
+        assert as_bytes(found) == as_bytes(content(300_000)) + as_bytes(content(700_001, seed=1))
+    else:
+        assert found is None
+        assert not chunk._in_flight
+    assert store.check(payload=True).findings == ()
+
+
 def test_on_an_array() -> None:
     devices = [SimulatedDevice(24 << 20, path=f"simulated {number}") for number in range(3)]
     blockkv.format(devices, average_chunk="64KiB")
