@@ -625,7 +625,11 @@ class Store:
         self._check_open()
         with interrupts, self._state.lock:
             self._state.expire()
-            return self._state.index.pin(digest, change)
+            index = self._state.index
+            if change < 0 and digest in self._state.reserved and (entry := index.get(digest)) is not None:
+                # A growing chunk holds one pin of its beginning, which is not the caller's.
+                return index.pins(entry) > 1 and index.pin(digest, change)
+            return index.pin(digest, change)
 
     def keys(self) -> Iterator[str | bytes]:
         """The keys as of now, first to be evicted first, each as it was given (str or bytes).

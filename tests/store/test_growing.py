@@ -278,7 +278,10 @@ def test_the_key_belongs_to_the_growing_chunk(store: blockkv.Store) -> None:
 def test_pins_of_a_user_stay(store: blockkv.Store) -> None:
     chunk = store.reserve("k", 1 << 20)
     chunk.append(b"one", durable=True)
+    assert not store.unpin("k"), "the growing chunk's own pin"
     assert store.pin("k")
+    assert store.pin("k")
+    assert store.unpin("k")
     chunk.append(b"two", durable=True)
     chunk.seal()
     entry = store.entry("k")
