@@ -267,6 +267,8 @@ def _open_members(
         there = set_of(one.place.member_index for one in found)
         goes_on = there == standing.members and standing.settled and not missing
         place = {"term": standing.term + (not goes_on), "term_members": there}
+    count = found[0].place.member_count
+    options = dataclasses.replace(options, policies=options.policies.shared(count))
     members: list[Member] = []
     try:
         for one in sorted(found, key=lambda one: one.place.member_index):

@@ -22,7 +22,7 @@ import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from blockkv.catalog import admission as admissions
@@ -90,6 +90,11 @@ class Policies:
             for chosen in (self.eviction, self.admission)
         ]
         return {"eviction": names[0], "admission": names[1], "quotas": dict(self.quotas or {})}
+
+    def shared(self, count: int) -> Policies:
+        """For each of `count` stores that keep them together."""
+        quotas = {family: max(1, quota // count) for family, quota in (self.quotas or {}).items()}
+        return replace(self, quotas=quotas)
 
     @property
     def are_default(self) -> bool:

@@ -396,6 +396,17 @@ def test_an_array_has_policies_in_every_member(image_dir: Path) -> None:
         assert store.stats()["chunks_expired"] == 8
 
 
+def test_the_members_of_an_array_share_a_quota(image_dir: Path) -> None:
+    paths = [image_dir / "a.img", image_dir / "b.img"]
+    blockkv.format(paths, size="32MiB", average_chunk=CHUNK_BYTES)
+    with blockkv.open(paths, quotas={"a": 8 * CHUNK_BYTES}) as store:
+        for number in range(30):
+            store.put(f"a/{number}", payload(f"a/{number}"))
+        kept = list(store.keys())
+        assert 4 <= len(kept) <= 8
+        assert "a/29" in kept
+
+
 @pytest.mark.parametrize(
     "options",
     [
