@@ -17,7 +17,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from blockkv.device import namespace
@@ -84,6 +84,9 @@ class RecordingDevice(Device):
         self._lock = threading.Lock()
         self.path = device.path
         self.limits = device.limits
+        if keep_discards and not device.limits.discard_granularity_bytes:
+            # they are asked for all the same, although a file has none
+            self.limits = replace(device.limits, discard_granularity_bytes=device.limits.lba_bytes)
 
     @property
     def engine_name(self) -> str:
