@@ -14,13 +14,10 @@ from array import array
 
 from blockkv.catalog.index import Entry
 from blockkv.device.base import UNIT_BYTES
-from blockkv.errors import StoreFull
 from blockkv.format.geometry import RUN_UNITS
 from blockkv.space.allocator import Extent
+from blockkv.store.full import SPACE_WAIT_S, refuse_impossible, store_full
 from blockkv.store.state import State
-
-SPACE_WAIT_S = 5.0
-"""How long to wait for readers and writers to give back what they hold."""
 
 
 def reserve_extent(state: State, units: int, record_bytes: int) -> Extent:
@@ -28,13 +25,7 @@ def reserve_extent(state: State, units: int, record_bytes: int) -> Extent:
 
     Raises StoreFull, saying what is in the way.
     """
-    if units > state.geometry.data_units:
-        raise StoreFull(
-            f"{units * UNIT_BYTES} bytes in one piece can never fit: the data zone of {state.device.path} "
-            f"has {state.geometry.data.size_bytes} bytes"
-        )
-    if state.layouts.exhausted:
-        raise StoreFull(f"{state.device.path} has no numbers left for layouts; format it anew")
+    refuse_impossible(state, units, f"{units * UNIT_BYTES} bytes in one piece")
     deadline = time.monotonic() + SPACE_WAIT_S
     while True:
         with state.changing:
@@ -54,7 +45,13 @@ def reserve_extent(state: State, units: int, record_bytes: int) -> Extent:
         with state.lock:
             patience_s = deadline - time.monotonic()
             if patience_s <= 0 or not (state.claims or state.any_leased()):
-                raise _full(state, units, record_bytes)
+                free = state.allocator
+                space = (
+                    f"{free.free_units * UNIT_BYTES} bytes free in {free.free_extent_count} pieces, the "
+                    f"largest of {free.largest_free * UNIT_BYTES}, and {units * UNIT_BYTES} are needed in one"
+                )
+                kept = "what lies between is pinned, growing, being read or written, or quarantined"
+                raise store_full(state, record_bytes, space, kept)
             state.changed.wait(min(patience_s, 0.1))
 
 
@@ -93,22 +90,3 @@ def victims_for(state: State, units: int) -> array[int]:
 
 def _meets(entry: Entry, start: int, end: int) -> bool:
     return any(first < end and start < first + count for first, count in entry.extents)
-
-
-def _full(state: State, units: int, record_bytes: int) -> StoreFull:
-    if record_bytes > state.record_room_bytes:
-        return StoreFull(
-            f"{state.device.path} holds {len(state.index)} chunks and its checkpoint area has no room for "
-            "another record; delete chunks, allow eviction, or format with a smaller --average-chunk"
-        )
-    allocator = state.allocator
-    advice = (
-        "what lies between is pinned, growing, being read or written, or quarantined"
-        if state.options.evict
-        else "delete chunks or open with evict=True"
-    )
-    return StoreFull(
-        f"{state.device.path} has {allocator.free_units * UNIT_BYTES} bytes free in "
-        f"{allocator.free_extent_count} pieces, the largest of {allocator.largest_free * UNIT_BYTES}, and "
-        f"{units * UNIT_BYTES} are needed in one; {advice}"
-    )

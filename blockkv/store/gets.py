@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
+import itertools
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -25,11 +25,9 @@ from blockkv.memory import unwritable
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import State
-from blockkv.store.verify import WRONG_BYTES, Verifier, is_damage
+from blockkv.store.verify import WRONG_BYTES, confirm_damage, is_damage
 from blockkv.store.waves import Wave, WaveRun, lookups
 from blockkv.tensors import Occupied, Pieces, allocate, describe_outputs, read_only_error, scatter
-
-logger = logging.getLogger("blockkv")
 
 
 class GetWave(Wave):
@@ -250,22 +248,8 @@ class GetRun(WaveRun[GetWave]):
             chunks = [
                 (state.index.at(wave.places[number]), wave.pieces.layouts[number]) for number in doubtful
             ]
-        outcomes = [0] * len(chunks)
-        try:
-            outcomes = Verifier(state.device, state.geometry, self.priority).verify(chunks)
-        except (BlockKVError, MemoryError) as error:
-            logger.warning("%s: chunks cannot be read again just now: %r", state.device.path, error)
-        for number, outcome in zip(doubtful, outcomes, strict=True):
-            if is_damage(outcome):
-                damaged.add(number)
-            else:
-                logger.warning(
-                    "%s: a chunk of %d bytes did not verify and stays, for the device may have it right: is "
-                    "the memory it was read into written to by others?",
-                    state.device.path,
-                    wave.pieces.sizes_bytes[number],
-                )
-        return damaged
+        again = confirm_damage(state.device, state.geometry, self.priority, chunks)
+        return damaged.union(itertools.compress(doubtful, again))
 
     def _judge(self, wave: GetWave, number: int, code: int) -> str:
         if code == WRONG_BYTES:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
-import logging
 import threading
 from array import array
 from bisect import bisect_right
@@ -37,7 +36,7 @@ from blockkv.space.allocator import Extent
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.part_plan import Copy, LeafSpan, PartPlan, check_stored, plan_part
 from blockkv.store.state import State
-from blockkv.store.verify import Verifier, is_damage
+from blockkv.store.verify import confirm_damage, is_damage
 from blockkv.tensors import (
     Described,
     Occupied,
@@ -63,7 +62,6 @@ __all__ = [
     "targets",
 ]
 
-logger = logging.getLogger("blockkv")
 
 WAVE_BYTES = 32 << 20
 """Read in one batch, as for whole gets; a longer part is alone."""
@@ -385,22 +383,8 @@ class PartBatch:
             for read in self.reads
             if read.failure == "get_leaf_mismatch" and read.chunk.entry not in damaged
         }
-        outcomes = [0] * len(doubtful)
-        try:
-            outcomes = Verifier(state.device, state.geometry, self._priority).verify(list(doubtful.items()))
-        except (BlockKVError, MemoryError) as error:
-            logger.warning("%s: chunks cannot be read again just now: %r", state.device.path, error)
-        for entry, outcome in zip(doubtful, outcomes, strict=True):
-            if is_damage(outcome):
-                damaged.add(entry)
-            else:
-                logger.warning(
-                    "%s: part of a chunk of %d bytes did not verify and the chunk stays, for the device may "
-                    "have it right: is the memory it was read into written to by others?",
-                    state.device.path,
-                    entry.payload_bytes,
-                )
-        return list(damaged)
+        again = confirm_damage(state.device, state.geometry, self._priority, list(doubtful.items()))
+        return list(damaged.union(itertools.compress(doubtful, again)))
 
 
 def carry_out(reads: Sequence[PartRead], priority: Priority, deadline_ns: int = 0) -> None:

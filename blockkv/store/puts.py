@@ -15,18 +15,16 @@ from functools import lru_cache
 
 from blockkv.catalog.index import add_put_transfers
 from blockkv.device.base import UNIT_BYTES, Direction, Priority, device_error
-from blockkv.errors import BlockKVError, InvalidArgument, StoreFull
+from blockkv.errors import BlockKVError, InvalidArgument
 from blockkv.format.geometry import unit_count
 from blockkv.format.record import key_digest, put_bytes_at_most
 from blockkv.space.allocator import Extent
+from blockkv.store.full import SPACE_WAIT_S, refuse_impossible, store_full
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
 from blockkv.store.state import GROWING, State
 from blockkv.store.waves import Wave, WaveRun, lookups
 from blockkv.tensors import Pieces, Tensors, describe_many
-
-SPACE_WAIT_S = 5.0
-"""How long a put waits for readers and other writers to give back the only space that is left."""
 
 Item = tuple[Key, Tensors]
 
@@ -248,13 +246,7 @@ class PutRun(WaveRun[PutWave]):
     def _allocate(self, puts: _Puts, number: int) -> tuple[Extent, ...]:
         """Extents for one chunk, evicting as needed; reserves its part of the next checkpoint."""
         state, units, record_bytes = self._state, puts.units[number], puts.record_bytes[number]
-        if units > state.geometry.data_units:
-            raise StoreFull(
-                f"a chunk of {puts.pieces.sizes_bytes[number]} bytes can never fit: the data zone of "
-                f"{state.device.path} has {state.geometry.data.size_bytes} bytes"
-            )
-        if state.layouts.exhausted:
-            raise StoreFull(f"{state.device.path} has no numbers left for layouts; format it anew")
+        refuse_impossible(state, units, f"a chunk of {puts.pieces.sizes_bytes[number]} bytes")
         deadline = time.monotonic() + SPACE_WAIT_S
         while True:
             with state.changing:
@@ -276,25 +268,11 @@ class PutRun(WaveRun[PutWave]):
                 patience_s = deadline - time.monotonic()
                 others_write = len(state.claims) > len(self._own)
                 if patience_s <= 0 or not (others_write or state.any_leased()):
-                    raise self._full(units, record_bytes)
+                    free_bytes, needed_bytes = state.allocator.free_units * UNIT_BYTES, units * UNIT_BYTES
+                    space = f"{free_bytes} bytes free and {needed_bytes} are needed"
+                    kept = "everything else is pinned, being read or written, or quarantined"
+                    raise store_full(state, record_bytes, space, kept)
                 state.changed.wait(min(patience_s, 0.1))
-
-    def _full(self, units: int, record_bytes: int) -> StoreFull:
-        state = self._state
-        if record_bytes > state.record_room_bytes:
-            return StoreFull(
-                f"{state.device.path} holds {len(state.index)} chunks and its checkpoint area has no room "
-                "for another record; delete chunks, allow eviction, or format with a smaller --average-chunk"
-            )
-        advice = (
-            "everything else is pinned, being read or written, or quarantined"
-            if state.options.evict
-            else "delete chunks or open with evict=True"
-        )
-        return StoreFull(
-            f"{state.device.path} has {state.allocator.free_units * UNIT_BYTES} bytes free and "
-            f"{units * UNIT_BYTES} are needed; {advice}"
-        )
 
     def _complete(self, wave: PutWave) -> None:
         state, batch, puts = self._state, wave.batch, wave.puts

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout, Layouts
 from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority, device_error
-from blockkv.errors import DeviceLost
+from blockkv.errors import BlockKVError, DeviceLost
 from blockkv.format import record
 from blockkv.format.geometry import Geometry, leaf_bytes_for
 from blockkv.memory import aligned_memory
 from blockkv.space.allocator import Extent
+
+logger = logging.getLogger("blockkv")
 
 VERIFY_BYTES = 32 << 20
 """Payload read per batch when chunks are checked without a caller's memory to read them into."""
@@ -99,6 +102,29 @@ class Verifier:
         if len(self._memory) < size_bytes:
             self._memory = aligned_memory(size_bytes)
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) if self._memory else 0
+
+
+def confirm_damage(
+    device: Device, geometry: Geometry, priority: Priority, chunks: Sequence[tuple[Entry, Layout]]
+) -> list[bool]:
+    """Whether each of these chunks, which did not verify, is none any more: it is read into our own memory.
+
+    One that is right there, or cannot be read just now, stays.
+    """
+    outcomes = [0] * len(chunks)
+    try:
+        outcomes = Verifier(device, geometry, priority).verify(chunks)
+    except (BlockKVError, MemoryError) as error:
+        logger.warning("%s: chunks cannot be read again just now: %r", device.path, error)
+    for (entry, _), outcome in zip(chunks, outcomes, strict=True):
+        if not is_damage(outcome):
+            logger.warning(
+                "%s: a chunk of %d bytes did not verify and stays, for the device may have it right: is the "
+                "memory it was read into written to by others?",
+                device.path,
+                entry.payload_bytes,
+            )
+    return list(map(is_damage, outcomes))
 
 
 def verify_chunks(
