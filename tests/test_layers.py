@@ -143,7 +143,11 @@ def test_only_devices_touch_the_native_core() -> None:
 
 def test_no_dead_modules() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    alive = ENTRY_POINTS | {target.partition(":")[0] for target in scripts.values()}
+    # An engine is told the name of its connector: whatever is public in the package is reached that way.
+    connectors = {
+        module for module in modules() if module.startswith("blockkv.connectors.") and module.count(".") == 2
+    }
+    alive = ENTRY_POINTS | connectors | {target.partition(":")[0] for target in scripts.values()}
     for targets in graph().values():
         alive |= targets.keys()
     for tool in (ROOT / "tools").glob("*.py"):

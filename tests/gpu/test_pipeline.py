@@ -37,7 +37,9 @@ COPIERS = [
     pytest.param(lambda: PacedCopier(50e6), id="copying is slow"),
     pytest.param(lambda: PacedCopier(1e12), id="copying is fast"),
 ]
-if torch.cuda.is_available():  # a case that exists only there, rather than one skipped elsewhere: CI skips nothing
+if (
+    torch.cuda.is_available()
+):  # a case that exists only there, rather than one skipped elsewhere: CI skips nothing
     COPIERS.append(pytest.param(CudaCopier, id="cuda"))
 
 

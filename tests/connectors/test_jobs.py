@@ -1,0 +1,169 @@
+"""Background jobs: each ends exactly once, on time, and never touches memory that was given back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import blockkv
+from blockkv.connectors.jobs import BackgroundJobs, Outcome
+from blockkv.testing import OperationKind, SimulatedDevice
+
+CHUNK_BYTES = 1 << 20
+
+
+class StallingDevice(SimulatedDevice):
+    """Takes nothing from the device's thread while it is told to stall."""
+
+    def __init__(self) -> None:
+        super().__init__(64 << 20, threads=True)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.before_operation = self.wait_at_the_gate
+
+    def wait_at_the_gate(self, kind: OperationKind) -> None:
+        self.gate.wait()
+
+
+@pytest.fixture
+def device() -> Iterator[StallingDevice]:
+    device = StallingDevice()
+    blockkv.format(device, average_chunk="64KiB")
+    yield device
+    device.gate.set()
+
+
+@pytest.fixture
+def store(device: StallingDevice) -> Iterator[blockkv.Store]:
+    with blockkv.open(device) as store:
+        yield store
+        device.gate.set()
+
+
+def payloads(count: int) -> dict[str, torch.Tensor]:
+    return {f"k{one}": torch.randint(256, (CHUNK_BYTES,), dtype=torch.uint8) for one in range(count)}
+
+
+def outcomes(jobs: BackgroundJobs, count: int, timeout_s: float = 20) -> dict[int, Outcome]:
+    found: dict[int, Outcome] = {}
+    until = time.monotonic() + timeout_s
+    while len(found) < count and time.monotonic() < until:
+        for outcome in jobs.finished():
+            assert outcome.job not in found
+            found[outcome.job] = outcome
+        time.sleep(0.002)
+    assert len(found) == count
+    return found
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_what_was_stored_is_loaded(store: blockkv.Store, staged: bool) -> None:
+    jobs = BackgroundJobs(store, staged=staged, load_deadline_s=20)
+    there = payloads(20)
+    jobs.submit_store(1, list(there), list(there.values()))
+    stored = outcomes(jobs, 1)[1]
+    assert stored.all_done
+    assert stored.bytes_moved == 20 * CHUNK_BYTES
+    jobs.submit_store(2, list(there), list(there.values()))
+    again = outcomes(jobs, 1)[2]
+    assert again.all_done
+    assert again.bytes_moved == 0
+
+    outs = [torch.zeros(CHUNK_BYTES, dtype=torch.uint8) for _ in range(21)]
+    jobs.submit_load(3, [*there, "elsewhere"], outs)
+    loaded = outcomes(jobs, 1)[3]
+    assert loaded.done == (True,) * 20 + (False,)
+    assert loaded.reason == ""
+    assert all(torch.equal(out, tensor) for out, tensor in zip(outs, there.values(), strict=False))
+    assert jobs.counters["load_misses"] == 1
+    assert jobs.close()
+
+
+def test_a_late_load_ends_on_time_and_never_writes(device: StallingDevice, store: blockkv.Store) -> None:
+    jobs = BackgroundJobs(store, load_deadline_s=0.3)
+    there = payloads(12)
+    store.put_many(there)
+    device.gate.clear()
+    outs = [torch.full((CHUNK_BYTES,), 7, dtype=torch.uint8) for _ in there]
+    begun = time.monotonic()
+    jobs.submit_load(1, list(there), outs)
+    late = outcomes(jobs, 1)[1]
+    assert 0.25 < time.monotonic() - begun < 5
+    assert not any(late.done)
+    assert "0.3 s" in late.reason
+    device.gate.set()
+    jobs.submit_load(2, list(there), [torch.empty_like(out) for out in outs])
+    assert outcomes(jobs, 1)[2].all_done, "the threads are free again"
+    assert all(int(out.min()) == int(out.max()) == 7 for out in outs)
+    assert jobs.close()
+
+
+def test_a_late_store_keeps_its_memory_until_it_is_written(
+    device: StallingDevice, store: blockkv.Store
+) -> None:
+    jobs = BackgroundJobs(store, store_deadline_s=0.2, store_threads=1)
+    first, second = payloads(1), {"later": torch.ones(CHUNK_BYTES, dtype=torch.uint8)}
+    device.gate.clear()
+    jobs.submit_store(1, list(first), list(first.values()))
+    time.sleep(0.1)
+    jobs.submit_store(2, list(second), list(second.values()))
+    assert outcomes(jobs, 1)[2].done == (False,)
+    assert jobs.pending() == 1
+    device.gate.set()
+    assert outcomes(jobs, 1)[1].done == (True,)
+    assert torch.equal(store.get("k0"), first["k0"])
+    assert not store.contains("later")
+    assert jobs.close()
+
+
+def test_stores_beyond_the_bound_are_dropped(device: StallingDevice, store: blockkv.Store) -> None:
+    jobs = BackgroundJobs(store, max_store_bytes=3 * CHUNK_BYTES)
+    there = payloads(5)
+    device.gate.clear()
+    for number, (key, tensor) in enumerate(there.items()):
+        jobs.submit_store(number, [key], [tensor])
+    dropped = outcomes(jobs, 2)
+    assert sorted(dropped) == [3, 4]
+    assert all("waiting" in one.reason for one in dropped.values())
+    device.gate.set()
+    assert all(one.all_done for one in outcomes(jobs, 3).values())
+    assert jobs.counters["stores_dropped"] == 2
+    assert jobs.close()
+
+
+def test_closing_ends_what_has_not_begun(device: StallingDevice, store: blockkv.Store) -> None:
+    jobs = BackgroundJobs(store, load_threads=1)
+    there = payloads(3)
+    store.put_many(there)
+    device.gate.clear()
+    for number, key in enumerate(there):
+        jobs.submit_load(number, [key], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+    time.sleep(0.05)
+    assert not jobs.close(timeout_s=0.2)
+    ended = outcomes(jobs, 2)
+    assert sorted(ended) == [1, 2]
+    device.gate.set()
+    assert jobs.drain(10)
+    assert outcomes(jobs, 1)[0].all_done
+    jobs.submit_load(9, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+    assert outcomes(jobs, 1)[9].done == (False,)
+
+
+def test_submitting_waits_for_nothing(device: StallingDevice, store: blockkv.Store) -> None:
+    jobs = BackgroundJobs(store, load_deadline_s=1)
+    tensor = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
+    store.put("k0", tensor)
+    device.gate.clear()
+    taken = []
+    for number in range(300):
+        begun = time.perf_counter()
+        (jobs.submit_load if number % 2 else jobs.submit_store)(number, ["k0"], [tensor])
+        taken.append(time.perf_counter() - begun)
+    assert sorted(taken)[270] < 0.05  # a hang of the device is 1 s here
+    device.gate.set()
+    outcomes(jobs, 300)
+    assert jobs.close()
