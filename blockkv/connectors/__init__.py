@@ -1,7 +1,7 @@
 """Adapters that put blockkv under an engine: one module for each, which imports that engine and no other.
 
-`blockkv.connectors.vllm`, `.lmcache`, `.sglang`, `.transformers`, `.llama_cpp` are named in the configuration of
-their engine; see docs/connectors.md. This package itself imports none of them.
+`blockkv.connectors.vllm`, `.lmcache`, `.sglang`, `.transformers` and `.llama_cpp` are named in the
+configuration of their engine; see docs/connectors.md. This package itself imports none of them.
 
 Invariants
   * adapters use the public API only;

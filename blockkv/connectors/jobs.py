@@ -9,10 +9,10 @@
 
 Invariants
   * a job ends exactly once: it appears in one `finished`, also when it failed, was dropped or is late;
-  * memory belongs to the caller again once the job has ended: nothing of blockkv reads or writes it from then on;
-  * a load that is late ends at its deadline, also when the device hangs. The device therefore writes to memory
-    of ours, and what has arrived and verified is copied; `staged=False` saves that copy and gives up the deadline
-    of what the device has got already;
+  * memory is the caller's again once its job has ended: from then on nothing here reads or writes it;
+  * a load that is late ends at its deadline, also when the device hangs. The device therefore writes to
+    memory of ours, and what has arrived and verified is copied. `staged=False` saves that copy, and gives up
+    the deadline of what the device has got already;
   * a store ends when its writes have: a chunk must not be written from memory that changes. A deadline drops
     what has not begun.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+
+import torch
 
 from blockkv.errors import InvalidArgument
 
-if TYPE_CHECKING:
 __all__ = ["tensor_at", "tensor_of"]
 
 
