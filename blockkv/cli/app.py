@@ -158,7 +158,7 @@ def store_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument(
         "store_path",
         metavar="STORE",
-        type=click.Path(),
+        type=click.Path(readable=False),
         callback=lambda context, parameter, value: parse_store(value),
     )(function)
 
@@ -182,4 +182,4 @@ def degraded_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def device_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """A STORE that is looked at by itself, also where it is a member of an array."""
-    return click.argument("store_path", metavar="STORE", type=click.Path())(function)
+    return click.argument("store_path", metavar="STORE", type=click.Path(readable=False))(function)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from blockkv import memory
 from blockkv._native import ffi, lib
-from blockkv.device import passthrough
+from blockkv.device import nvme_admin, passthrough
 from blockkv.device.base import Batch, Device, Limits, device_error, opened_for_writing
 from blockkv.errors import DeviceError, DeviceReadOnly, InvalidArgument, StoreClosed
 
@@ -474,7 +474,7 @@ def _open_passthrough(
         if refusal.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
             reason += f": passthrough needs Linux 5.19 or later, and this is {platform.release()}"
         elif refusal.errno == errno.EACCES:
-            reason += f": {passthrough.permission_hint(generic.path)}"
+            reason += f": {nvme_admin.permission_hint(generic.path)}"
         raise DeviceError(f"{generic.path}: {reason}; or use another engine", refusal.errno) from None
     return (
         engine,

@@ -10,49 +10,27 @@ Not here: the claim on the block device (`namespace`), the commands (`native/pas
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import platform
 import re
 import stat
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from blockkv.device import holders
 from blockkv.device.base import UNIT_BYTES, Limits, opened_for_writing
 from blockkv.device.namespace import path_text
+from blockkv.device.nvme_admin import NVME_IOCTL_ID, Namespace, identify_namespace
 from blockkv.errors import DeviceError
 
-__all__ = ["Generic", "LbaFormat", "block_device_of", "check_format", "open_generic", "parse_identify"]
+__all__ = ["Generic", "block_device_of", "check_format", "open_generic"]
 
-NVME_IOCTL_ID = 0x4E40
-NVME_IOCTL_ADMIN_CMD = 0xC0484E41
-"""<linux/nvme_ioctl.h>: _IO('N', 0x40), the nsid; _IOWR('N', 0x41, struct nvme_passthru_cmd)."""
-ADMIN_COMMAND = struct.Struct("=BBHIIIQQIIIIIIIIII")
-"""struct nvme_passthru_cmd: opcode, flags, reserved, nsid, cdw2-3, metadata, address, length of metadata and
-of data, cdw10-15, timeout in ms, result."""
-IDENTIFY_OPCODE = 0x06
-IDENTIFY_BYTES = 4096
 LEAST_LBA_BYTES = 512
 
 GENERIC_NAME = re.compile(r"ng(\d+n\d+)")
 NAMESPACE_NAME = re.compile(r"nvme(\d+n\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class LbaFormat:
-    """What a namespace is formatted with."""
-
-    lba_count: int
-    lba_bytes: int
-    metadata_bytes: int
-    """Of each LBA."""
-    protection_type: int
-    """0: no protection information."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +97,7 @@ def open_generic(block_path: str, block_descriptor: int, limits: Limits) -> Gene
         nsid = fcntl.ioctl(descriptor, NVME_IOCTL_ID)
         if nsid != fcntl.ioctl(block_descriptor, NVME_IOCTL_ID):
             raise DeviceError(f"{path} is another namespace than {block_path}", errno.ENODEV)
-        check_format(block_path, parse_identify(_identify(path, descriptor, nsid)), limits)
+        check_format(block_path, identify_namespace(path, descriptor, nsid), limits)
     except BaseException:
         os.close(descriptor)
         raise
@@ -127,15 +105,6 @@ def open_generic(block_path: str, block_descriptor: int, limits: Limits) -> Gene
     mask = holders.read_text(queue / "virt_boundary_mask")
     # where the kernel does not tell: a page of the controller is 4 KiB
     return Generic(path, descriptor, nsid, int(mask) + 1 if mask is not None else UNIT_BYTES)
-
-
-def parse_identify(data: bytes) -> LbaFormat:
-    """From the Identify Namespace data structure: NVM Command Set Specification 1.0, figure 97."""
-    (lba_count,) = struct.unpack_from("<Q", data)
-    formatted, protection = data[26], data[29]
-    index = formatted & 0x0F | (formatted & 0x60) >> 1
-    metadata_bytes, lba_shift = struct.unpack_from("<HB", data, 128 + 4 * index)
-    return LbaFormat(lba_count, 1 << lba_shift, metadata_bytes, protection & 0x07)
 
 
 def _generic_name(block_path: str, status: os.stat_result) -> str:
@@ -170,34 +139,7 @@ def _open_error(path: str, number: str, error: OSError) -> DeviceError:
     return DeviceError(f"{path} cannot be opened for passthrough ({reason}); {hint}", error.errno)
 
 
-def _identify(path: str, descriptor: int, nsid: int) -> bytes:
-    with mmap.mmap(-1, IDENTIFY_BYTES) as memory:
-        view = ctypes.c_char.from_buffer(memory)
-        address = ctypes.addressof(view)
-        del view
-        fields = (IDENTIFY_OPCODE, 0, 0, nsid, 0, 0, 0, address, 0, IDENTIFY_BYTES, *([0] * 8))
-        try:
-            status = fcntl.ioctl(descriptor, NVME_IOCTL_ADMIN_CMD, bytearray(ADMIN_COMMAND.pack(*fields)))
-        except OSError as error:
-            raise DeviceError(
-                f"{path}: Identify Namespace is refused ({os.strerror(error.errno or 0)}); "
-                f"{permission_hint(path)}",
-                error.errno,
-            ) from None
-        if status:
-            raise DeviceError(f"{path}: Identify Namespace failed with NVMe status {status:#x}", errno.EIO)
-        return memory[:]
-
-
-def permission_hint(path: str) -> str:
-    """Who may send NVMe commands: drivers/nvme/host/ioctl.c, nvme_cmd_allowed, since Linux 6.2."""
-    return (
-        f"NVMe commands need CAP_SYS_ADMIN before Linux 6.2 (this is {platform.release()}), and later read "
-        f"and write permission on {path} and a controller that reports the effects of its commands"
-    )
-
-
-def check_format(path: str, found: LbaFormat, limits: Limits) -> None:
+def check_format(path: str, found: Namespace, limits: Limits) -> None:
     """Raises DeviceError for a format that commands of plain data would get wrong."""
     remedy = (
         "use another engine, or a format of plain LBAs (`nvme id-ns -H` lists them, `nvme format` erases "

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from blockkv.device import namespace, occupancy
-from blockkv.device.base import Device
+from blockkv.device.base import Device, Limits
 from blockkv.device.engine import NativeDevice
 from blockkv.errors import DeviceBusy, DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
 from blockkv.format import geometry, superblock
@@ -31,6 +31,8 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
+
+DEFAULT_AVERAGE_CHUNK_BYTES = 1 << 20
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
@@ -53,7 +55,7 @@ Target = str | os.PathLike[str] | Device
 def format_device(
     path: Target | Sequence[Target],
     size: int | str | None = None,
-    average_chunk: int | str = "1MiB",
+    average_chunk: int | str = DEFAULT_AVERAGE_CHUNK_BYTES,
     label: str | None = None,
     force: bool = False,
     journal: int | str | None = None,
@@ -169,14 +171,12 @@ def _opened(
     path: str | os.PathLike[str], average_chunk_bytes: int, journal_bytes: int | None, *, force: bool
 ) -> NativeDevice:
     limits = namespace.probe(path)
-    magic_offset = superblock.SUPERBLOCK.offsets["magic"]
-    slots = geometry.slot_offsets(limits.size_bytes)
     occupied = partial(
         occupancy.refuse_if_occupied,
         path,
         force=force,
         magic=superblock.MAGIC,
-        magic_offsets=[offset + magic_offset for offset in slots],
+        magic_offsets=_magic_offsets(limits),
     )
     geometry.plan(limits.size_bytes, limits.lba_bytes, average_chunk_bytes, journal_bytes)
     occupied()
@@ -187,6 +187,17 @@ def _opened(
         os.close(descriptor)
         raise
     return NativeDevice(descriptor, canonical, limits)
+
+
+def occupants(path: str | os.PathLike[str], limits: Limits) -> list[occupancy.Finding]:
+    """What `format_device` would refuse a device for, a store told from other content."""
+    return occupancy.occupancy(path, magic=superblock.MAGIC, magic_offsets=_magic_offsets(limits))
+
+
+def _magic_offsets(limits: Limits) -> list[int]:
+    """Where the magic of superblocks stands, if there are any."""
+    within = superblock.SUPERBLOCK.offsets["magic"]
+    return [offset + within for offset in geometry.slot_offsets(limits.size_bytes)]
 
 
 def superblock_facts(found: Superblock) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""NVMe passthrough without NVMe: formats, names and refusals. The rest is `tests/vm/guest_passthrough.py`."""
+"""NVMe passthrough without NVMe: names and refusals. The rest is `tests/vm/guest_passthrough.py`."""
 
 from __future__ import annotations
 
 import os
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import blockkv
 from blockkv.device.base import Limits
 from blockkv.device.engine import NativeDevice
 from blockkv.device.namespace import open_namespace, probe
-from blockkv.device.passthrough import LbaFormat, block_device_of, check_format, parse_identify
+from blockkv.device.nvme_admin import Namespace
+from blockkv.device.passthrough import block_device_of, check_format
 
 MIB = 1 << 20
 LIMITS = Limits(
@@ -25,30 +25,21 @@ LIMITS = Limits(
     fua=True,
     discard_granularity_bytes=4096,
 )
-PLAIN = LbaFormat(lba_count=256, lba_bytes=4096, metadata_bytes=0, protection_type=0)
-
-
-def identify_data(
-    formats: dict[int, tuple[int, int]], formatted: int, protection: int = 0, lba_count: int = 256
-) -> bytes:
-    """Identify Namespace: `formats` are (metadata bytes, LBA shift) by index."""
-    data = bytearray(4096)
-    struct.pack_into("<QQQ", data, 0, lba_count, lba_count, lba_count)
-    data[25], data[26], data[29] = max(formats), formatted, protection
-    for index, (metadata_bytes, lba_shift) in formats.items():
-        struct.pack_into("<HBB", data, 128 + 4 * index, metadata_bytes, lba_shift, 0)
-    return bytes(data)
-
-
-def test_the_format_in_use_is_read() -> None:
-    formats = {0: (0, 9), 1: (8, 9), 4: (0, 12), 5: (64, 12)}
-    assert parse_identify(identify_data(formats, 0)) == replace(PLAIN, lba_bytes=512)
-    assert parse_identify(identify_data(formats, 4)) == PLAIN
-    # bit 4: metadata at the end of the data; it does not belong to the index
-    assert parse_identify(identify_data(formats, 5 | 1 << 4)) == replace(PLAIN, metadata_bytes=64)
-    assert parse_identify(identify_data(formats, 1, protection=0b1001)) == LbaFormat(256, 512, 8, 1)
-    # bits 5 and 6 are the upper part of the index
-    assert parse_identify(identify_data({0x23: (0, 13)}, 0x43)) == replace(PLAIN, lba_bytes=8192)
+PLAIN = Namespace(
+    lba_count=256,
+    lba_bytes=4096,
+    metadata_bytes=0,
+    protection_type=0,
+    formats=(),
+    format_index=0,
+    deallocated_reads="zeros",
+    atomic_write_lbas=0,
+    write_granularity_bytes=0,
+    write_alignment_bytes=0,
+    discard_granularity_bytes=0,
+    optimal_write_bytes=0,
+    endurance_group=0,
+)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ TIMEOUT_S = 3600.0
 FULL = (
     "tests/vm/guest_namespace.py",
     "tests/vm/guest_passthrough.py",
+    "tests/vm/guest_doctor.py",
     "tests/device/test_engine.py",
     "tests/device/test_engine_lifecycle.py",
     "tests/device/test_namespace.py",
@@ -39,6 +40,7 @@ FULL = (
 QUICK = (
     "tests/vm/guest_namespace.py",
     "tests/vm/guest_passthrough.py",
+    "tests/vm/guest_doctor.py",
     "tests/device/test_engine.py::test_random_batches_match_a_copy_in_memory[device512-io_uring]",
     "tests/device/test_engine.py::test_random_batches_match_a_copy_in_memory[device4096-io_uring]",
     "tests/device/test_engine.py::test_neighbours_on_the_device_become_one_request",
