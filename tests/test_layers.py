@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"catalog", "space", "format"},
     {"store", "tensors", "kv_layout", "gpu"},
     {"residency"},
-    {"", "kv_size", "prefix", "testing"},  # "" is blockkv/__init__.py: the public names
+    {"", "kv_size", "metrics", "prefix", "testing"},  # "" is blockkv/__init__.py: the public names
     {"cli", "connectors", "demo", "bench"},
     {"__main__"},
 ]
@@ -33,9 +33,16 @@ LAYERS: list[set[str]] = [
 
 PUBLIC_ONLY = {"connectors", "demo", "bench"}
 """Written as a user would write them: they see the public API and their own package, nothing else."""
-PUBLIC_MODULES = {"blockkv", "blockkv.errors", "blockkv.kv_size", "blockkv.prefix", "blockkv.testing"}
+PUBLIC_MODULES = {
+    "blockkv",
+    "blockkv.errors",
+    "blockkv.kv_size",
+    "blockkv.metrics",
+    "blockkv.prefix",
+    "blockkv.testing",
+}
 
-ENTRY_POINTS = {"blockkv", "blockkv.testing", "blockkv.__main__"}
+ENTRY_POINTS = {"blockkv", "blockkv.metrics", "blockkv.testing", "blockkv.__main__"}
 """Reached by users rather than by other modules; those of pyproject.toml come on top."""
 
 

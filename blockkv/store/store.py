@@ -699,6 +699,11 @@ class Store:
     def read_only(self) -> bool:
         return bool(self._state.read_only_reason)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or cannot be used any more."""
+        return bool(self._closed)
+
     def stats(self) -> dict[str, Any]:
         """Counters since open and the present state; names are documented in docs/architecture.md."""
         state = self._state
