@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from blockkv.residency import MemoryBudget, Place, TieredStore
     from blockkv.store import (
         ArrayStore,
+        Change,
         CheckReport,
         ChunkInfo,
         Finding,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         ScrubReport,
         Store,
         StoreFuture,
+        Watch,
     )
     from blockkv.store import format_device as format
     from blockkv.store import open_any as open
@@ -63,6 +65,7 @@ __all__ = [
     "BatchError",
     "BlockKVError",
     "CapacityExceeded",
+    "Change",
     "CheckReport",
     "ChunkInfo",
     "DeviceBusy",
@@ -92,6 +95,7 @@ __all__ = [
     "StoreReadOnly",
     "TieredStore",
     "VersionTooNew",
+    "Watch",
     "WrongKey",
     "WrongStore",
     "__version__",
@@ -110,6 +114,7 @@ del globals()["format"]
 
 _LAZY = {
     "ArrayStore": ("blockkv.store", "ArrayStore"),
+    "Change": ("blockkv.store", "Change"),
     "CheckReport": ("blockkv.store", "CheckReport"),
     "ChunkInfo": ("blockkv.store", "ChunkInfo"),
     "Family": ("blockkv.prefix", "Family"),
@@ -124,6 +129,7 @@ _LAZY = {
     "Store": ("blockkv.store", "Store"),
     "StoreFuture": ("blockkv.store", "StoreFuture"),
     "TieredStore": ("blockkv.residency", "TieredStore"),
+    "Watch": ("blockkv.store", "Watch"),
     "empty": ("blockkv.memory", "empty"),
     "format": ("blockkv.store", "format_device"),
     "open": ("blockkv.store", "open_any"),

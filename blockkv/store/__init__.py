@@ -8,9 +8,11 @@ from blockkv.store.finding import Finding
 from blockkv.store.growing import GrowingChunk
 from blockkv.store.scrub import ScrubReport
 from blockkv.store.store import ChunkInfo, Store, StoreFuture
+from blockkv.store.watch import Change, Watch
 
 __all__ = [
     "ArrayStore",
+    "Change",
     "CheckReport",
     "ChunkInfo",
     "Finding",
@@ -18,6 +20,7 @@ __all__ = [
     "ScrubReport",
     "Store",
     "StoreFuture",
+    "Watch",
     "format_device",
     "open_any",
     "parse_size",

@@ -66,6 +66,7 @@ from blockkv.store.store import (
     several_keys,
 )
 from blockkv.store.streams import StreamPool
+from blockkv.store.watch import Watch
 from blockkv.tensors import Occupied, Tensors
 
 __all__ = ["ArrayStore"]
@@ -371,6 +372,16 @@ class ArrayStore(Store):
         listed = [member.store.keys() for member in self._present]
         return (key for keys in listed for key in keys if not self._is_ambiguous(key))
 
+    def watch(self) -> Watch:
+        """`Store.watch`, of all members. When one is lost its chunks are gone."""
+        watch = Watch()
+        with interrupts, self._lock:
+            self._check_open()
+            listed = [(member, member.begin_watch(watch, self._ambiguous)) for member in self._present]
+        for member, digests in listed:
+            member.list_for(watch, digests)
+        return watch
+
     def entry(self, key: Key) -> ChunkInfo | None:
         store = self._store_of(key)
         return None if store is None else store.entry(key)
@@ -618,6 +629,7 @@ class ArrayStore(Store):
             if member.lost:
                 return
             member.lost = str(error)
+            member.end_watches()
             self._losses += 1
             self._counters["members_lost"] += 1
             if member.owes:

@@ -16,6 +16,7 @@ from blockkv.store.growing import GrowingChunk, Guard
 from blockkv.store.keys import Key
 from blockkv.store.state import State
 from blockkv.store.store import Store
+from blockkv.store.watch import Watch
 
 __all__ = ["Member"]
 
@@ -96,6 +97,22 @@ class Member:
         """`Store.reserve` on it, with everything that is done to the chunk later inside `guard`."""
         with self.operation(True):
             return self.store._reserve(key, capacity_bytes, guard)
+
+    def begin_watch(self, watch: Watch, unheard: Iterable[bytes]) -> list[bytes]:
+        """`Store._begin_watch` on it: without those of its chunks that count as not there."""
+        return self.store._begin_watch(watch, unheard)
+
+    def list_for(self, watch: Watch, digests: Sequence[bytes]) -> None:
+        self.store._list_for(watch, digests)
+
+    def end_watches(self) -> None:
+        """Tell whoever watches it that all of its chunks are gone, and nothing more."""
+        state = self._state
+        with state.lock:
+            for watch in state.watches:
+                for entry in state.index:
+                    watch.removed(entry.digest, entry.key, entry.payload_bytes)
+            state.watches.clear()
 
     def operation(self, writing: bool) -> contextlib.AbstractContextManager[None]:
         """Holds its `close` back."""

@@ -28,6 +28,7 @@ from blockkv.store.discards import DEFAULT_BYTES_PER_S, Discards
 from blockkv.store.keeping import Keeping, Policies
 from blockkv.store.log import Log
 from blockkv.store.recovery import Recovered
+from blockkv.store.watch import Watch
 
 logger = logging.getLogger("blockkv")
 
@@ -132,6 +133,8 @@ class State:
             lambda: StateSnapshot(self),
             self._freed,
         )
+        self.watches: list[Watch] = []
+        """Who is told of every chunk that comes and goes."""
         self.keeping: Keeping | None = None
         """None as long as only the least recently used leave, and everything may come in and stay."""
         if not options.policies.are_default and not self.read_only_reason:
@@ -181,6 +184,10 @@ class State:
         )
         if self.keeping is not None:
             self.keeping.inserted(digests, keys)
+        for watch in self.watches:
+            for digest, key, is_text, layout in zip(digests, keys, keys_are_text, layouts, strict=True):
+                told = key.decode(errors="replace") if is_text else key
+                watch.stored(digest, told, layout.payload_bytes)
         return self.log.append(records)
 
     def delete(self, entry: Entry) -> int:
@@ -240,9 +247,11 @@ class State:
 
     def evict_all(self, places: array[int]) -> int:
         """Delete the chunks at these places, which nobody reads, to make room; returns what `evict` does."""
+        leaving = [self.index.at(place) for place in places] if self.watches else []
         taken = self.index.take(places)
         if not taken.digests:
             return 0
+        self._tell_removed(leaving)
         if self.keeping is not None:
             self.keeping.left(taken.digests)
         for layout_id, count in Counter(taken.layout_ids).items():
@@ -302,6 +311,8 @@ class State:
         entry = self.index.insert(b"".join(records))
         if self.keeping is not None:
             self.keeping.inserted([entry.digest], [entry.key])
+        for watch in self.watches:
+            watch.stored(entry.digest, entry.key, entry.payload_bytes)
         if pins:
             self.index.pin(entry.digest, pins)
         self.log.append(records)
@@ -322,6 +333,18 @@ class State:
         self.layouts.release(entry.layout_id)
         if self.keeping is not None:
             self.keeping.left([entry.digest])
+        self._tell_removed([entry])
+
+    def unwatch(self, watch: Watch) -> None:
+        """Tell it nothing more. The caller need not hold the lock."""
+        with self.lock:
+            if watch in self.watches:
+                self.watches.remove(watch)
+
+    def _tell_removed(self, entries: Sequence[Entry]) -> None:
+        for watch in self.watches:
+            for entry in entries:
+                watch.removed(entry.digest, entry.key, entry.payload_bytes)
 
     def _append_deletes(self, digests: Sequence[bytes]) -> int:
         """Log that these chunks are gone. Returns the log sequence of the last DELETE."""

@@ -80,6 +80,7 @@ from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.staging import Staging
 from blockkv.store.state import GROWING, Options, State
 from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamPool
+from blockkv.store.watch import Watch
 from blockkv.tensors import Occupied, Tensors, describe
 
 __all__ = ["ChunkInfo", "Store", "StoreFuture", "open_store"]
@@ -649,6 +650,38 @@ class Store:
 
         return found()
 
+    def watch(self) -> Watch:
+        """Be told of every chunk that comes and goes, for whatever reason: for books that have to be exact.
+
+        The first `Watch.take` gives all chunks that are there now, the following ones what has changed since.
+        Nobody is called: ask when it suits. Close it, or use it as a context manager, when it is no longer
+        asked.
+        """
+        watch = Watch()
+        self._list_for(watch, self._begin_watch(watch))
+        return watch
+
+    def _begin_watch(self, watch: Watch, unheard: Iterable[bytes] = ()) -> list[bytes]:
+        """Tell it of changes from now on. Returns the digests of what is there, for `_list_for`."""
+        state = self._state
+        with interrupts, state.lock:
+            self._check_open()
+            state.expire()
+            digests = state.index.digests()
+            watch.expect(digests, unheard)
+            watch.attach(lambda: state.unwatch(watch))
+            state.watches.append(watch)
+        return digests
+
+    def _list_for(self, watch: Watch, digests: Sequence[bytes]) -> None:
+        state = self._state
+        for first in range(0, len(digests), KEYS_AT_A_TIME):
+            with state.lock:
+                for digest in digests[first : first + KEYS_AT_A_TIME]:
+                    entry = state.index.get(digest)
+                    if entry is not None:
+                        watch.list_one(digest, entry.key, entry.payload_bytes)
+
     def entry(self, key: Key) -> ChunkInfo | None:
         """What is known of a chunk, or None for a miss."""
         with self._found(key) as entry:
@@ -898,6 +931,8 @@ class Store:
         self._stream_pool.end()
         for grown in list(self._growing):
             grown.close()
+        for watch in list(state.watches):
+            watch.close()
         state.stop()
         try:
             if not self.read_only:
