@@ -108,9 +108,10 @@ class BackgroundJobs:
         load_threads: int = 2,
         store_threads: int = 2,
         max_store_bytes: int = DEFAULT_MAX_STORE_BYTES,
-        ended: Callable[[], None] | None = None,
+        ended: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """`ended` is called, on any thread, after a job has ended: it may wake somebody and must not block.
+        """`ended` is called, on any thread, with how a job has ended, which is what `finished` will say: it may
+        wake somebody, and must neither block nor call anything here.
 
         Stores that would make more than `max_store_bytes` wait are dropped. Deadlines count from the
         submission; None: none. Raises InvalidArgument for numbers that make no sense.
@@ -349,15 +350,14 @@ class BackgroundJobs:
         else:
             self._store_bytes -= job.admitted_bytes
         duration_s = (time.monotonic_ns() - job.begun_ns) / 1e9
-        self._outcomes.append(
-            Outcome(job.number, job.is_load, tuple(job.done), job.bytes_moved, duration_s, job.reason)
-        )
+        outcome = Outcome(job.number, job.is_load, tuple(job.done), job.bytes_moved, duration_s, job.reason)
+        self._outcomes.append(outcome)
         job.buffers = ()
         self._quiet.notify_all()
         if self._closing:
             self._watched.notify()
         if self._ended is not None:
-            self._ended()
+            self._ended(outcome)
 
     def _watch_deadlines(self) -> None:
         with self._lock:

@@ -167,3 +167,16 @@ def test_submitting_waits_for_nothing(device: StallingDevice, store: blockkv.Sto
     device.gate.set()
     outcomes(jobs, 300)
     assert jobs.close()
+
+
+def test_whoever_is_to_be_woken_is_told_how_each_job_ended(store: blockkv.Store) -> None:
+    told: list[Outcome] = []
+    jobs = BackgroundJobs(store, ended=told.append)
+    there = payloads(2)
+    jobs.submit_store(1, list(there), list(there.values()))
+    assert jobs.drain(20)
+    jobs.submit_load(2, ["elsewhere"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+    assert jobs.drain(20)
+    assert [(one.job, one.is_load, one.all_done) for one in told] == [(1, False, True), (2, True, False)]
+    assert jobs.finished() == told
+    assert jobs.close()
