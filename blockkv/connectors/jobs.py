@@ -110,7 +110,7 @@ class BackgroundJobs:
         max_store_bytes: int = DEFAULT_MAX_STORE_BYTES,
         ended: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """`ended` is called, on any thread, with how a job has ended, which is what `finished` will say: it may
+        """`ended` is called, on any thread, with how a job has ended, which `finished` will say too: it may
         wake somebody, and must neither block nor call anything here.
 
         Stores that would make more than `max_store_bytes` wait are dropped. Deadlines count from the

@@ -103,6 +103,7 @@ class Member:
         return self.store._begin_watch(watch, unheard)
 
     def list_for(self, watch: Watch, digests: Sequence[bytes]) -> None:
+        """`Store._list_for` on it."""
         self.store._list_for(watch, digests)
 
     def end_watches(self) -> None:

@@ -99,12 +99,14 @@ class Watch:
                 self._pending[digest] = (None, Change(key, payload_bytes, True))
 
     def stored(self, digest: bytes, key: str | bytes, payload_bytes: int) -> None:
+        """A chunk is there from now on."""
         with self._lock:
             self._unheard.discard(digest)
             gone, _ = self._pending.pop(digest, (None, None))
             self._pending[digest] = (gone, Change(key, payload_bytes, True))
 
     def removed(self, digest: bytes, key: str | bytes, payload_bytes: int) -> None:
+        """A chunk is gone."""
         with self._lock:
             if digest in self._unheard:
                 return
