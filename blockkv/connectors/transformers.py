@@ -7,16 +7,16 @@
     output = model.generate(input_ids, cache=cache, return_dict_in_generate=True)
     save_cache(store, output.cache, output.sequences[0], family)
 
-Tokens are kept in chunks of `chunk_tokens`: under the key of a prefix (`blockkv.prefix_keys`) lie the keys and
-values of its last chunk, of every layer in order, each of shape (KV heads, tokens, head dimension). A cache is
-restored without a copy: the device writes the chunks side by side into the tensors that become the layers'.
+Tokens are kept in chunks of `chunk_tokens`: under the key of a prefix (`blockkv.prefix_keys`) lie the keys
+and values of its last chunk, of every layer in order, each of shape (KV heads, tokens, head dimension). To
+restore a cache the device writes them side by side into what become the layers' tensors, without a copy.
 
 A layer that keeps only a window, or a recurrent state, cannot go back to an earlier token. Caches with such
-layers get a snapshot besides: their state after exactly the tokens that were saved, under a key of all of these.
+layers get a snapshot besides: their state after exactly the tokens that were saved, under a key of all these.
 
 Invariants
-  * a restored cache is bit for bit the one that was saved, up to `held` tokens; what is damaged, missing or of
-    another shape ends the prefix before it, and is computed again;
+  * a restored cache is bit for bit the one that was saved, up to `held` tokens; what is damaged, missing or
+    of another shape ends the prefix before it, and is computed again;
   * `held` is less than the number of tokens: the model has at least one to run, and its logits to give.
 
 Not here: batches of more than one sequence, and caches that quantise; both are refused by name.
@@ -113,7 +113,7 @@ def weights_fingerprint(model: Any) -> str:
     """
     if getattr(model, "peft_config", None):
         raise InvalidArgument(
-            "the model has adapters (peft), and which of them are active is not in its weights; give weights= "
+            "the model has adapters (peft), and which are active is not in its weights; give weights=, "
             "a name for this combination"
         )
     state = hashlib.blake2b(digest_size=32, person=b"blockkv weights")
@@ -157,10 +157,8 @@ def save_cache(
     if count > len(tokens):
         raise InvalidArgument(f"the cache holds {count} tokens, but only {len(tokens)} token ids were given")
     keys = blockkv.prefix_keys(tokens[:count], chunk_tokens, family)
-    wanted: list[tuple[str, int]] = [(key, number) for number, key in enumerate(keys)]
     kinds = {kind for _, layer in layers for kind in _kinds(layer)}
-    if FULL not in kinds:
-        wanted = []
+    wanted = list(zip(keys, range(len(keys)), strict=True)) if FULL in kinds else []
     state_key = None
     if count and kinds & {SLIDING, LINEAR}:
         state_key = _state_keys(tokens[:count], keys, chunk_tokens, family, count)[-1][1]
@@ -189,7 +187,7 @@ def load_prefix(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     device: Any = "cpu",
 ) -> tuple[Any, int]:
-    """The cache of the longest stored prefix of `token_ids`, and how many tokens it holds; 0: nothing is there.
+    """The cache of the longest stored prefix of `token_ids`, and how many tokens it holds; 0: none is there.
 
     Makes a `DynamicCache` for `config`, the model's, on `device`; or fills `cache`, an empty DynamicCache or
     StaticCache, where it is. At least one token is left for the model. `chunk_tokens` is what they were saved
@@ -366,7 +364,7 @@ def _rows(layers: Sequence[tuple[int, Any]], first: int, end: int) -> dict[str, 
 
 
 def _state(layers: Sequence[tuple[int, Any]], first: int, count: int) -> dict[str, torch.Tensor]:
-    """What is left of a cache of `count` tokens when whole chunks, up to `first`, are stored by themselves."""
+    """What is left of a cache of `count` tokens when whole chunks, up to `first`, lie by themselves."""
     found = _rows(layers, first, count) if first < count else {}
     for number, layer in layers:
         kinds = _kinds(layer)
@@ -510,7 +508,7 @@ class _Restore:
     # Memory
 
     def _shapes(self, key: str, tokens: int) -> dict[str, tuple[Any, ...]] | None:
-        """By name (dtype, heads, dimension) of what a chunk holds, or None where it is not for these layers."""
+        """By name (dtype, heads, dimension) of what a chunk holds, or None where it is not for this cache."""
         entry = self._store.entry(key)
         if entry is None:
             return None
@@ -529,7 +527,7 @@ class _Restore:
 
         Of a static cache on the CPU it is the layer's own; otherwise rows begin where direct I/O may.
         """
-        memory = {}
+        memory: dict[str, torch.Tensor] = {}
         room = -(-tokens // self._chunk_tokens) * self._chunk_tokens
         for number, layer in self._layers:
             names = [name for name in (f"{number}.keys", f"{number}.values") if name in shapes]
@@ -622,7 +620,8 @@ def _clear(outs: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     try:
-        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return xxhash.xxh3_128_digest(plain.numpy())
+        plain: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return xxhash.xxh3_128_digest(plain)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise InvalidArgument(f"{name}, a {type(tensor).__name__}, has no plain bytes; give weights=") from error
+        kind = type(tensor).__name__
+        raise InvalidArgument(f"{name}, a {kind}, has no plain bytes; give weights=") from error
