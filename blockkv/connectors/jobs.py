@@ -21,11 +21,12 @@ Not here: which keys are there (ask the store), and what an engine makes of a fa
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +77,11 @@ class _Job:
     admitted_bytes: int = 0
     bytes_moved: int = 0
     reason: str = ""
+    rewritten: frozenset[str | bytes] = frozenset()
+    running: int = 0
+    """Pieces that a thread has taken and not finished with."""
     touching: int = 0
-    """Pieces that read or write the caller's memory right now; the job does not end while there are any."""
+    """Of those, the ones that may read or write the caller's memory; while there are any the job goes on."""
     late: bool = False
     ended: bool = False
 
@@ -134,6 +138,7 @@ class BackgroundJobs:
         self._jobs: dict[int, _Job] = {}
         self._outcomes: list[Outcome] = []
         self._store_bytes = 0
+        self._overdue = 0
         self._closing = False
         self.counters = dict.fromkeys(
             ("loads", "loads_late", "load_misses", "stores", "stores_late", "stores_dropped"), 0
@@ -151,10 +156,20 @@ class BackgroundJobs:
         self._submit(job, True, keys, buffers, durable=False)
 
     def submit_store(
-        self, job: int, keys: Sequence[str | bytes], buffers: Sequence[torch.Tensor], *, durable: bool = False
+        self,
+        job: int,
+        keys: Sequence[str | bytes],
+        buffers: Sequence[torch.Tensor],
+        *,
+        durable: bool = False,
+        rewrite: Collection[str | bytes] = (),
     ) -> None:
-        """Put the bytes of `buffers`, contiguous uint8 tensors that do not change until the job has ended."""
-        self._submit(job, False, keys, buffers, durable=durable)
+        """Put the bytes of `buffers`, contiguous uint8 tensors that do not change until the job has ended.
+
+        Keys that are stored already stay as they are, but for those in `rewrite`: what is under them is
+        deleted first.
+        """
+        self._submit(job, False, keys, buffers, durable=durable, rewritten=frozenset(rewrite))
 
     def finished(self) -> list[Outcome]:
         """The jobs that ended since the last call."""
@@ -166,6 +181,14 @@ class BackgroundJobs:
         """Jobs that were submitted and have not ended."""
         with self._lock:
             return len(self._jobs)
+
+    @property
+    def stalled(self) -> bool:
+        """Something is with the device that should have been done by its deadline.
+
+        What is submitted now would most likely be late as well.
+        """
+        return self._overdue > 0
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until every job has ended; their outcomes still wait for `finished`. False: not in time."""
@@ -200,11 +223,13 @@ class BackgroundJobs:
         keys: Sequence[str | bytes],
         buffers: Sequence[torch.Tensor],
         durable: bool,
+        rewritten: frozenset[str | bytes] = frozenset(),
     ) -> None:
         if len(keys) != len(buffers):
             raise InvalidArgument(f"{len(keys)} keys but {len(buffers)} buffers")
         deadline_s = self._deadlines_s[is_load]
         job = _Job(number, is_load, list(keys), list(buffers), 0, durable, [False] * len(keys))
+        job.rewritten = rewritten
         job.deadline_ns = job.begun_ns + int(deadline_s * 1e9) if deadline_s is not None else 0
         size_bytes = job.size_bytes
         with self._lock:
@@ -238,6 +263,7 @@ class BackgroundJobs:
                 if not (queue := self._queues[is_load]):
                     return
                 piece = queue.popleft()
+                piece.job.running += 1
                 if not (is_load and self._staged):
                     self._touch(piece)
             try:
@@ -252,6 +278,9 @@ class BackgroundJobs:
             except BaseException as error:  # whatever it is, the job must end
                 log.exception("a background %s failed", "load" if is_load else "store")
                 self._piece_ended(piece, [], str(error))
+            with self._lock:
+                piece.job.running -= 1
+                self._overdue -= piece.job.late
 
     def _load_staged(self, piece: _Piece, arena: torch.Tensor) -> None:
         job, start = piece.job, 0
@@ -268,7 +297,7 @@ class BackgroundJobs:
             job.buffers[piece.first : piece.last], staged, results, strict=True
         ):
             if landed:
-                buffer.copy_(source)
+                _copy(buffer, source)
         self._piece_ended(piece, results, reason)
 
     def _load_direct(self, piece: _Piece) -> None:
@@ -288,6 +317,9 @@ class BackgroundJobs:
         job, reason = piece.job, ""
         keys = job.keys[piece.first : piece.last]
         try:
+            for key in keys:
+                if key in job.rewritten:
+                    self._store.delete(key)
             written = self._store.put_many(
                 list(zip(keys, job.buffers[piece.first : piece.last], strict=True)), job.durable
             )
@@ -301,7 +333,10 @@ class BackgroundJobs:
             if new
         )
         try:
-            results = [new or self._store.contains(key) for key, new in zip(keys, written, strict=True)]
+            results = [
+                new or (key not in job.rewritten and self._store.contains(key))
+                for key, new in zip(keys, written, strict=True)
+            ]
         except BlockKVError as error:
             results, reason = written, str(error)
         self._piece_ended(piece, results, reason, moved)
@@ -374,6 +409,7 @@ class BackgroundJobs:
         queue = self._queues[job.is_load]
         self._queues[job.is_load] = deque(piece for piece in queue if piece.job is not job)
         job.late = True
+        self._overdue += job.running
         job.pieces_left = job.touching
         job.reason = f"not done within {self._deadlines_s[job.is_load]:g} s"
         self.counters["loads_late" if job.is_load else "stores_late"] += 1
@@ -393,6 +429,11 @@ def _pieces(job: _Job) -> list[_Piece]:
     if size_bytes:
         pieces.append(_Piece(job, first, len(job.buffers), size_bytes))
     return pieces
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Without the GIL, and on this thread: torch would wake its own, which then spin for a while."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def _aligned(size_bytes: int) -> int:

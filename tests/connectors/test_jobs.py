@@ -102,6 +102,55 @@ def test_a_late_load_ends_on_time_and_never_writes(device: StallingDevice, store
     assert jobs.close()
 
 
+def test_a_stall_is_seen_and_seen_to_end(device: StallingDevice, store: blockkv.Store) -> None:
+    jobs = BackgroundJobs(store, load_deadline_s=0.2)
+    store.put("k0", torch.ones(CHUNK_BYTES, dtype=torch.uint8))
+    assert not jobs.stalled
+    device.gate.clear()
+    jobs.submit_load(1, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+    assert not jobs.stalled, "it is not late yet"
+    outcomes(jobs, 1)
+    assert jobs.stalled
+    jobs.submit_load(2, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+    outcomes(jobs, 1)
+    device.gate.set()
+    until = time.monotonic() + 10
+    while jobs.stalled and time.monotonic() < until:
+        time.sleep(0.002)
+    assert not jobs.stalled
+    assert jobs.close()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_stall_is_seen_whoever_owns_the_memory(
+    device: StallingDevice, store: blockkv.Store, staged: bool
+) -> None:
+    jobs = BackgroundJobs(store, load_deadline_s=0.2, staged=staged)
+    store.put("k0", torch.ones(CHUNK_BYTES, dtype=torch.uint8))
+    device.gate.clear()
+    jobs.submit_load(1, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+    time.sleep(0.5)
+    assert jobs.stalled
+    assert jobs.pending() == (0 if staged else 1), "memory that the device writes to is not given back"
+    device.gate.set()
+    assert jobs.drain(10)
+    assert jobs.close()
+    assert not jobs.stalled
+
+
+def test_what_is_rewritten_is_deleted_first(store: blockkv.Store) -> None:
+    jobs = BackgroundJobs(store)
+    old, new = payloads(2), payloads(2)
+    store.put_many(old)
+    jobs.submit_store(1, list(new), list(new.values()), rewrite=["k1", "elsewhere"])
+    stored = outcomes(jobs, 1)[1]
+    assert stored.all_done
+    assert stored.bytes_moved == CHUNK_BYTES
+    assert torch.equal(store.get("k0"), old["k0"])
+    assert torch.equal(store.get("k1"), new["k1"])
+    assert jobs.close()
+
+
 def test_a_late_store_keeps_its_memory_until_it_is_written(
     device: StallingDevice, store: blockkv.Store
 ) -> None:
