@@ -506,5 +506,7 @@ void bkv_engine_abandon(struct bkv_engine *engine)
     bkv_lane_abandon(&engine->lane);
     if (engine->options.backend == BKV_BACKEND_PASSTHROUGH)
         close(engine->options.passthrough_fd);
+    if (engine->options.lifeline_fd >= 0)
+        close(engine->options.lifeline_fd);
     close(engine->options.fd);
 }

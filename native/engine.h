@@ -57,6 +57,8 @@ struct bkv_options {
     uint64_t staging_bytes;
     int32_t fd; /* open for direct I/O; the engine never closes it, except in bkv_engine_abandon */
     int32_t passthrough_fd; /* of BKV_BACKEND_PASSTHROUGH: the character device of the same namespace; as above */
+    int32_t lifeline_fd;    /* kept open as long as the kernel has requests of this engine, also those of a process that
+                             * was killed; or -1. As above; not for passthrough */
     uint32_t nsid;          /* and the namespace's number */
     uint32_t backend;
     uint32_t lba_bytes;

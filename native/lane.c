@@ -52,9 +52,14 @@ static bool is_open(struct bkv_engine *engine)
     struct bkv_lane *lane = &engine->lane;
     const char *step;
     if (lane->state == BKV_LANE_UNUSED) {
+        int lifeline_fd = engine->options.lifeline_fd;
         bool opened = !bkv_ring_open(&lane->ring, LANE_DEPTH, BKV_RING_SHARED, &step);
+        lane->has_file = opened && !bkv_ring_register_file(&lane->ring, engine->options.fd, lifeline_fd);
+        if (opened && !lane->has_file && lifeline_fd >= 0) { /* the reactor's ring has it registered */
+            bkv_ring_close(&lane->ring);
+            opened = false;
+        }
         lane->state = opened ? BKV_LANE_OPEN : BKV_LANE_REFUSED;
-        lane->has_file = opened && !bkv_ring_register_file(&lane->ring, engine->options.fd);
     }
     return lane->state == BKV_LANE_OPEN;
 }

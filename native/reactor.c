@@ -543,8 +543,14 @@ static int open_ring(struct bkv_reactor *reactor)
         bkv_ring_close(&reactor->ring);
         return code;
     }
-    /* Both only make requests cheaper. */
-    reactor->has_file = !bkv_ring_register_file(&reactor->ring, device_fd(reactor));
+    code = bkv_ring_register_file(&reactor->ring, device_fd(reactor), options->lifeline_fd);
+    if (code && options->lifeline_fd >= 0) {
+        reactor->start_step = "io_uring_register of files";
+        bkv_ring_close(&reactor->ring);
+        return code;
+    }
+    /* Without a lifeline both only make requests cheaper. */
+    reactor->has_file = !code;
     reactor->has_buffers = !bkv_ring_register_buffer_table(&reactor->ring, BKV_REGION_SLOTS);
     return 0;
 }

@@ -101,9 +101,10 @@ bool bkv_ring_next(struct bkv_ring *ring, uint64_t *user_data, int32_t *result)
     return false;
 }
 
-int bkv_ring_register_file(struct bkv_ring *ring, int fd)
+int bkv_ring_register_file(struct bkv_ring *ring, int fd, int lifeline_fd)
 {
-    return io_uring_register_files(&ring->uring, &fd, 1);
+    int files[] = {fd, lifeline_fd};
+    return io_uring_register_files(&ring->uring, files, lifeline_fd < 0 ? 1 : 2);
 }
 
 int bkv_ring_register_buffer_table(struct bkv_ring *ring, uint32_t count)

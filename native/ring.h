@@ -43,8 +43,12 @@ bool bkv_ring_take_back(struct bkv_ring *ring, uint64_t *user_data);
 
 bool bkv_ring_next(struct bkv_ring *ring, uint64_t *user_data, int32_t *result);
 
-/* Register the device as file 0; make room for registered buffers; fill one entry of that table. */
-int bkv_ring_register_file(struct bkv_ring *ring, int fd);
+/* Register the device as file 0; make room for registered buffers; fill one entry of that table.
+ *
+ * A `lifeline_fd` that is not -1 becomes file 1, which no request uses. The kernel lets registered files go when it has
+ * taken the ring down, after the last request has completed. So whoever sees that every copy of the lifeline is closed
+ * knows that nothing is in flight any more, also where the process was killed. Requests hold only their own file. */
+int bkv_ring_register_file(struct bkv_ring *ring, int fd, int lifeline_fd);
 int bkv_ring_register_buffer_table(struct bkv_ring *ring, uint32_t count);
 int bkv_ring_set_buffer(struct bkv_ring *ring, uint32_t slot, const void *address, uint64_t length_bytes);
 

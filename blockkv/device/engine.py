@@ -76,6 +76,10 @@ class NativeDevice(Device):
     than the CPUs, at most 4); `staging_bytes` bounds the memory through which misaligned buffers go. With
     "passthrough" `fd` is the block device of a whole NVMe namespace, whose character device is opened here.
 
+    A `lifeline` is another descriptor that the device owns. The kernel closes the last copy of it after the
+    last request of this device has completed, also when the process was killed: who holds the other end,
+    the reading end of a pipe for example, knows then that nothing is in flight. Not for "passthrough".
+
     Raises DeviceError when the engine asked for is refused, InvalidArgument for options out of range. Use
     of the object in a forked child raises StoreClosed: the ring belongs to the parent.
     """
@@ -90,10 +94,14 @@ class NativeDevice(Device):
         depth: int = DEFAULT_DEPTH,
         workers: int | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        lifeline: int = -1,
     ) -> None:
         self.path = path
         self.limits = limits
+        self.is_shared = lifeline >= 0
+        """Whether others have copies of the descriptor: the lock is theirs too, and stays after `close`."""
         self._fd = fd
+        self._lifeline = lifeline
         self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -104,8 +112,10 @@ class NativeDevice(Device):
         self._writable = not limits.read_only and opened_for_writing(fd)
         self._generic: passthrough.Generic | None = None
         try:
-            options = _options(fd, path, limits, depth, workers, staging_bytes)
+            options = _options(fd, path, limits, depth, workers, staging_bytes) | {"lifeline_fd": lifeline}
             if engine == "passthrough":
+                if lifeline >= 0:
+                    raise InvalidArgument(f"{path}: engine='passthrough' takes no lifeline")
                 self._generic = passthrough.open_generic(path, fd, limits)
                 opened = _open_passthrough(path, options, self._generic)
             else:
@@ -253,6 +263,17 @@ class NativeDevice(Device):
         lib.bkv_engine_counters(self._engine.pointer, counters)
         return {name: int(getattr(counters, name)) for name in _COUNTER_NAMES}
 
+    def share(self) -> int:
+        """A copy of the descriptor, for another process. It shares the claim and the lock, which last until
+        the last copy is closed; the caller says with `is_shared` when none is left.
+        """
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            self.is_shared = True
+            return fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 0)
+
     def close(self) -> None:
         """Wait for what is in flight and for its callbacks, then release everything. Idempotent.
 
@@ -270,7 +291,8 @@ class NativeDevice(Device):
         if not mine:
             return
         # The kernel may hold on to the file for a moment (a ring is torn down later); the lock must not wait.
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if not self.is_shared:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._close_descriptors()
         for token, batch in list(self._in_flight.items()):
             flight = batch.native
@@ -302,6 +324,8 @@ class NativeDevice(Device):
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(self._generic.descriptor)
         os.close(self._fd)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
 
     def _abandon(self) -> None:
         """In a forked child: let go of the descriptors, or the device would stay busy after the parent."""

@@ -33,13 +33,13 @@ from blockkv.format.superblock import Membership, Superblock
 from blockkv.store.array_store import ArrayStore
 from blockkv.store.array_term import Standing, set_of, standing_of
 from blockkv.store.create import Target, several
+from blockkv.store.data_path import Options
 from blockkv.store.discards import DEFAULT_BYTES_PER_S
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keeping import Policies
 from blockkv.store.log import write_superblock
 from blockkv.store.member import Member
 from blockkv.store.recovery import next_epoch, read_superblock, recover
-from blockkv.store.state import Options
 from blockkv.store.store import (
     Store,
     check_options,

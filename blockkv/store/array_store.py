@@ -45,6 +45,7 @@ from blockkv.format.record import key_digest
 from blockkv.kv_layout import KVLayout, Part
 from blockkv.store.array_term import set_of
 from blockkv.store.check import CheckReport
+from blockkv.store.data_path import DataPath
 from blockkv.store.finding import Finding, Remedy
 from blockkv.store.growing import STORED_ALREADY, GrowingChunk
 from blockkv.store.interrupts import interrupts
@@ -55,7 +56,7 @@ from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased
 from blockkv.store.preloads import Preloads
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Progress, ScrubReport
-from blockkv.store.state import GROWING, State
+from blockkv.store.state import GROWING
 from blockkv.store.store import (
     BELONGS_TO_PARENT,
     ChunkInfo,
@@ -920,7 +921,7 @@ class ArrayStore(Store):
                 chunks[number] = chunk
         return chunks
 
-    def _outlives(self, state: State, error: BlockKVError) -> bool:
+    def _outlives(self, state: DataPath, error: BlockKVError) -> bool:
         member = next(one for one in self._members if one.has(state))
         gone = self._lose_if_gone(member, error)
         if gone:

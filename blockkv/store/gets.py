@@ -22,10 +22,10 @@ from blockkv.device.base import Direction, Priority, device_error
 from blockkv.errors import BlockKVError, DeviceLost
 from blockkv.format.record import key_digest
 from blockkv.memory import unwritable
+from blockkv.store.data_path import DataPath
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
-from blockkv.store.state import State
-from blockkv.store.verify import WRONG_BYTES, confirm_damage, is_damage
+from blockkv.store.verify import WRONG_BYTES, is_damage
 from blockkv.store.waves import Wave, WaveRun, lookups
 from blockkv.tensors import Occupied, Pieces, allocate, describe_outputs, read_only_error, scatter
 
@@ -69,7 +69,7 @@ class GetRun(WaveRun[GetWave]):
 
     def __init__(
         self,
-        state: State,
+        state: DataPath,
         count: int,
         into_outputs: bool,
         *,
@@ -112,11 +112,7 @@ class GetRun(WaveRun[GetWave]):
             self.errors |= {first + number: error for number, error in errors.items()}
             positions = [position for position in positions if position not in self.errors]
         digests = list(map(key_digest, encoded))
-        with state.lock:
-            found = state.index.acquire(digests)
-            layouts = list(map(state.layouts.__getitem__, found.layout_ids))
-            if len(layouts) < len(digests):
-                state.counters["get_misses"] += len(digests) - len(layouts)
+        found, layouts = state.acquire(digests)
         places, extent_counts = found.places, found.extent_counts
         if len(places) < len(positions):
             positions = [positions[number] for number in found.positions]
@@ -248,7 +244,7 @@ class GetRun(WaveRun[GetWave]):
             chunks = [
                 (state.index.at(wave.places[number]), wave.pieces.layouts[number]) for number in doubtful
             ]
-        again = confirm_damage(state.device, state.geometry, self.priority, chunks)
+        again = state.confirm_damage(self.priority, chunks)
         return damaged.union(itertools.compress(doubtful, again))
 
     def _judge(self, wave: GetWave, number: int, code: int) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from blockkv.device.base import UNIT_BYTES
 from blockkv.errors import DeviceLost
 from blockkv.format.superblock import Membership
+from blockkv.store.data_path import DataPath
 from blockkv.store.growing import GrowingChunk, Guard
 from blockkv.store.keys import Key
-from blockkv.store.state import State
 from blockkv.store.store import Store
 from blockkv.store.watch import Watch
 
@@ -44,7 +44,7 @@ class Member:
     def path(self) -> str:
         return self._state.device.path
 
-    def has(self, state: State) -> bool:
+    def has(self, state: DataPath) -> bool:
         """Whether that is the state of its store."""
         return self._state is state
 

@@ -33,10 +33,10 @@ from blockkv.format.record import key_digest
 from blockkv.kv_layout import KVLayout, Part
 from blockkv.memory import aligned_memory, unwritable
 from blockkv.space.allocator import Extent
+from blockkv.store.data_path import DataPath
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.part_plan import Copy, LeafSpan, PartPlan, check_stored, plan_part
-from blockkv.store.state import State
-from blockkv.store.verify import confirm_damage, is_damage
+from blockkv.store.verify import is_damage
 from blockkv.tensors import (
     Described,
     Occupied,
@@ -75,7 +75,7 @@ COUNTERS = ("get_parts", "get_part_bytes", "part_read_bytes", "part_copied_bytes
 class Leased:
     """A chunk whose extents stay what they are until `release`."""
 
-    state: State
+    state: DataPath
     entry: Entry
     layout: Layout
     leaves: bytes
@@ -89,20 +89,20 @@ class Leased:
         )
 
 
-def lease(state: State, digests: Sequence[bytes]) -> list[Leased | None]:
-    """Lease the chunks with these digests; None for each that is not there. Counts as a use."""
+def lease(state: DataPath, digests: Sequence[bytes]) -> list[Leased | None]:
+    """Lease the chunks with these digests; None, and counted, for each that is not there. Counts as a use."""
     chunks: list[Leased | None] = [None] * len(digests)
+    found, layouts = state.acquire(digests)
     with state.lock:
-        found = state.index.acquire(digests)
-        for position, place, layout_id in zip(found.positions, found.places, found.layout_ids, strict=True):
+        for position, place, layout in zip(found.positions, found.places, layouts, strict=True):
             entry = state.index.at(place)
-            chunks[position] = Leased(state, entry, state.layouts[layout_id], entry.leaves)
+            chunks[position] = Leased(state, entry, layout, entry.leaves)
     return chunks
 
 
 def release(chunks: Sequence[Leased | None]) -> None:
     """Give leases back; None among them is passed over."""
-    held: dict[int, tuple[State, array[int]]] = {}
+    held: dict[int, tuple[DataPath, array[int]]] = {}
     for chunk in chunks:
         if chunk is not None:
             held.setdefault(id(chunk.state), (chunk.state, array("I")))[1].append(chunk.entry.place)
@@ -117,7 +117,7 @@ class ChunkSource(Protocol):
     def _lease_chunks(self, digests: Sequence[bytes]) -> list[Leased | None]:
         """Lease the chunks with these digests; None, and counted, for each that is not there."""
 
-    def _outlives(self, state: State, error: BlockKVError) -> bool:
+    def _outlives(self, state: DataPath, error: BlockKVError) -> bool:
         """Whether a read that ended with `error` is only a miss, because others than `state` go on."""
 
 
@@ -383,7 +383,7 @@ class PartBatch:
             for read in self.reads
             if read.failure == "get_leaf_mismatch" and read.chunk.entry not in damaged
         }
-        again = confirm_damage(state.device, state.geometry, self._priority, list(doubtful.items()))
+        again = state.confirm_damage(self._priority, list(doubtful.items()))
         return list(damaged.union(itertools.compress(doubtful, again)))
 
 

@@ -2,26 +2,31 @@
 
 Many chunks go to the free map, the device and the index in one call each; small ones of a call are placed one
 behind the other, so that they are written together.
+
+`Puts` has the steps that are the same wherever the catalog is; `PutRun` takes the others on a catalog of this
+process, and `blockkv.serving.client_puts` on that of another one.
 """
 
 from __future__ import annotations
 
 import errno
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from blockkv.catalog.index import add_put_transfers
-from blockkv.device.base import UNIT_BYTES, Direction, Priority, device_error
+from blockkv.device.base import Direction, Priority, device_error
 from blockkv.errors import BlockKVError, InvalidArgument
 from blockkv.format.geometry import unit_count
 from blockkv.format.record import key_digest, put_bytes_at_most
 from blockkv.space.allocator import Extent
-from blockkv.store.full import SPACE_WAIT_S, refuse_impossible, store_full
+from blockkv.store.data_path import DataPath
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_keys
+from blockkv.store.room import displace, make_room, place
 from blockkv.store.state import GROWING, State
 from blockkv.store.waves import Wave, WaveRun, lookups
 from blockkv.tensors import Pieces, Tensors, describe_many
@@ -33,7 +38,7 @@ _record_bytes = lru_cache(put_bytes_at_most)
 
 
 @dataclass(slots=True)
-class _Puts:
+class Columns:
     """Chunks on their way to the device, column by column."""
 
     positions: Sequence[int]
@@ -46,8 +51,9 @@ class _Puts:
     record_bytes: list[int]
     """What the records of each take at most."""
 
-    def cut(self, first: int, end: int) -> _Puts:
-        return _Puts(
+    def cut(self, first: int, end: int) -> Columns:
+        """Those from `first` up to `end`."""
+        return Columns(
             self.positions[first:end],
             self.keys[first:end],
             self.keys_are_text[first:end],
@@ -63,19 +69,19 @@ class PutWave(Wave):
 
     __slots__ = ("extents", "puts")
 
-    def __init__(self, payload_bytes: int, puts: _Puts, extents: list[tuple[Extent, ...]]) -> None:
+    def __init__(self, payload_bytes: int, puts: Columns, extents: list[tuple[Extent, ...]]) -> None:
         super().__init__(payload_bytes)
         self.puts = puts
         self.extents = extents
 
 
-class PutRun(WaveRun[PutWave]):
+class Puts(WaveRun[PutWave]):
     """One put or put_many call. `results` and `errors` are by position once `run` returned."""
 
     direction = Direction.WRITE
     priority = Priority.STORE
 
-    def __init__(self, state: State, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
+    def __init__(self, state: DataPath, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
         super().__init__(state, deadline_ns)
         self._droppable = droppable
         self.results = [False] * count
@@ -87,6 +93,34 @@ class PutRun(WaveRun[PutWave]):
         self._postponed: deque[tuple[bytes, int]] = deque()
         """Keys that were claimed already, by another thread or earlier in this call, and their positions."""
 
+    # -- where the catalog is --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _claim(self, positions: Sequence[int], items: Sequence[Item]) -> Columns:
+        """The items that are ours to write."""
+
+    @abstractmethod
+    def _give_up(self, digests: Collection[bytes]) -> None:
+        """Let others write keys that this call had claimed."""
+
+    @abstractmethod
+    def _wait_for_others(self, digest: bytes) -> None:
+        """Return when a key that was claimed already may be free. Nothing is claimed or in flight."""
+
+    @abstractmethod
+    def _place(self, puts: Columns, first: int) -> list[tuple[Extent, ...]]:
+        """Extents for the chunks from `first` on, as many as there is space for as it is."""
+
+    @abstractmethod
+    def _allocate(self, puts: Columns, number: int) -> tuple[Extent, ...]:
+        """Extents for one chunk, evicting as needed."""
+
+    @abstractmethod
+    def _displace(self, puts: Columns, extents: Sequence[tuple[Extent, ...]]) -> None:
+        """Give back the extents of chunks that are not going to be written."""
+
+    # -- everywhere ------------------------------------------------------------------------------------
+
     def run(self, items: Sequence[Item]) -> None:
         """Carry out all items. Only what is no single key's fault is raised (StoreReadOnly)."""
         for first, end in lookups(len(items)):
@@ -94,9 +128,7 @@ class PutRun(WaveRun[PutWave]):
         while self._postponed:
             # We hold nothing ourselves now, so waiting for others is safe.
             digest, position = self._postponed.popleft()
-            with self._state.lock:
-                while digest in self._state.claims:
-                    self._state.changed.wait()
+            self._wait_for_others(digest)
             self._carry_out([position], items, last=True)
 
     def _carry_out(self, positions: Sequence[int], items: Sequence[Item], *, last: bool) -> None:
@@ -137,43 +169,18 @@ class PutRun(WaveRun[PutWave]):
                     self._start(wave)
             finally:
                 if started < placed:
-                    self._displace(puts.record_bytes[started:placed], extents[started - first :])
+                    self._displace(puts.cut(started, placed), extents[started - first :])
             first = placed
 
-    def _claim(self, positions: Sequence[int], items: Sequence[Item]) -> _Puts:
-        """The items that are ours to write."""
-        state = self._state
-        given = [items[position] for position in positions]
-        keys, errors = encode_keys([key for key, _ in given])
-        if errors:
-            self.errors |= {positions[number]: error for number, error in errors.items()}
-            positions = [position for position in positions if position not in self.errors]
-        digests = list(map(key_digest, keys))
-        chosen: list[int] = []
-        with state.lock:
-            for number, (place, digest) in enumerate(zip(state.index.find(digests), digests, strict=True)):
-                if digest in state.reserved:
-                    self.errors[positions[number]] = InvalidArgument(GROWING)
-                elif place:
-                    state.counters["put_existing"] += 1
-                    state.index.touch(digest)
-                    self.last_sequence = max(self.last_sequence, state.index.at(place).log_sequence)
-                elif digest in state.claims:
-                    self._postponed.append((digest, positions[number]))
-                else:
-                    state.claims.add(digest)
-                    self._own.add(digest)
-                    chosen.append(number)
-        pieces, errors = describe_many([items[positions[number]][1] for number in chosen])
-        if errors:
-            self.errors |= {positions[chosen[number]]: error for number, error in errors.items()}
-            self._give_up([digests[chosen[number]] for number in errors])
-            chosen = [one for number, one in enumerate(chosen) if number not in errors]
-        if len(chosen) < len(positions):
-            positions = [positions[number] for number in chosen]
-            keys = [keys[number] for number in chosen]
-            digests = [digests[number] for number in chosen]
-        return _Puts(
+    def _columns(
+        self,
+        positions: Sequence[int],
+        items: Sequence[Item],
+        keys: list[bytes],
+        digests: list[bytes],
+        pieces: Pieces,
+    ) -> Columns:
+        return Columns(
             positions,
             keys,
             bytes([isinstance(items[position][0], str) for position in positions]),
@@ -182,36 +189,6 @@ class PutRun(WaveRun[PutWave]):
             list(map(_units, pieces.sizes_bytes)),
             list(map(_record_bytes, pieces.sizes_bytes, map(len, keys))),
         )
-
-    def _give_up(self, digests: Collection[bytes]) -> None:
-        """Let others write keys that this call had claimed."""
-        if digests:
-            with self._state.lock:
-                self._state.claims.difference_update(digests)
-                self._own.difference_update(digests)
-                self._state.changed.notify_all()
-
-    def _place(self, puts: _Puts, first: int) -> list[tuple[Extent, ...]]:
-        """Extents for the chunks from `first` on, as many as there is space for as it is."""
-        state = self._state
-        with state.changing:
-            if state.layouts.exhausted:
-                return []
-            room_bytes, fitting = state.record_room_bytes, first
-            for record_bytes in puts.record_bytes[first:]:
-                room_bytes -= record_bytes
-                if room_bytes < 0:
-                    break
-                fitting += 1
-            extents = state.allocator.allocate_many(puts.units[first:fitting])
-            state.reserved_record_bytes += sum(puts.record_bytes[first : first + len(extents)])
-        return extents
-
-    def _displace(self, record_bytes: Sequence[int], extents: Sequence[tuple[Extent, ...]]) -> None:
-        with self._state.changing:
-            for one in extents:
-                self._state.allocator.release(one)
-            self._state.reserved_record_bytes -= sum(record_bytes)
 
     def _admit(self, wave: PutWave) -> bool:
         """Wait until the puts under way leave room for it, or say that it takes too long."""
@@ -243,36 +220,82 @@ class PutRun(WaveRun[PutWave]):
         base_bytes = self._state.geometry.data.offset_bytes
         add_put_transfers(batch, pieces.sizes_bytes, wave.extents, pieces.segment_counts, base_bytes)
 
-    def _allocate(self, puts: _Puts, number: int) -> tuple[Extent, ...]:
-        """Extents for one chunk, evicting as needed; reserves its part of the next checkpoint."""
-        state, units, record_bytes = self._state, puts.units[number], puts.record_bytes[number]
-        refuse_impossible(state, units, f"a chunk of {puts.pieces.sizes_bytes[number]} bytes")
-        deadline = time.monotonic() + SPACE_WAIT_S
-        while True:
-            with state.changing:
-                has_room = record_bytes <= state.record_room_bytes
-                extents = state.allocator.allocate(units) if has_room else None
-                if extents is not None:
-                    state.reserved_record_bytes += record_bytes
-                    return extents
-                coming = state.evict(units) if state.options.evict else 0
-                coming += state.allocator.pending_units
-            if coming:
-                state.log.commit()
-                continue
-            if self._in_flight:
-                # Our own chunks can be evicted once they are written.
-                self._drain()
-                continue
-            with state.lock:
-                patience_s = deadline - time.monotonic()
-                others_write = len(state.claims) > len(self._own)
-                if patience_s <= 0 or not (others_write or state.any_leased()):
-                    free_bytes, needed_bytes = state.allocator.free_units * UNIT_BYTES, units * UNIT_BYTES
-                    space = f"{free_bytes} bytes free and {needed_bytes} are needed"
-                    kept = "everything else is pinned, being read or written, or quarantined"
-                    raise store_full(state, record_bytes, space, kept)
-                state.changed.wait(min(patience_s, 0.1))
+
+class PutRun(Puts):
+    """`Puts` where the catalog is in this process."""
+
+    _state: State
+
+    def __init__(self, state: State, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
+        super().__init__(state, count, deadline_ns, droppable)
+
+    def _claim(self, positions: Sequence[int], items: Sequence[Item]) -> Columns:
+        state = self._state
+        given = [items[position] for position in positions]
+        keys, errors = encode_keys([key for key, _ in given])
+        if errors:
+            self.errors |= {positions[number]: error for number, error in errors.items()}
+            positions = [position for position in positions if position not in self.errors]
+        digests = list(map(key_digest, keys))
+        chosen: list[int] = []
+        with state.lock:
+            for number, (place, digest) in enumerate(zip(state.index.find(digests), digests, strict=True)):
+                if digest in state.reserved:
+                    self.errors[positions[number]] = InvalidArgument(GROWING)
+                elif place:
+                    state.counters["put_existing"] += 1
+                    state.index.touch(digest)
+                    self.last_sequence = max(self.last_sequence, state.index.at(place).log_sequence)
+                elif digest in state.claims:
+                    self._postponed.append((digest, positions[number]))
+                else:
+                    state.claims.add(digest)
+                    self._own.add(digest)
+                    chosen.append(number)
+        pieces, errors = describe_many([items[positions[number]][1] for number in chosen])
+        if errors:
+            self.errors |= {positions[chosen[number]]: error for number, error in errors.items()}
+            self._give_up([digests[chosen[number]] for number in errors])
+            chosen = [one for number, one in enumerate(chosen) if number not in errors]
+        if len(chosen) < len(positions):
+            positions = [positions[number] for number in chosen]
+            keys = [keys[number] for number in chosen]
+            digests = [digests[number] for number in chosen]
+        return self._columns(positions, items, keys, digests, pieces)
+
+    def _give_up(self, digests: Collection[bytes]) -> None:
+        if digests:
+            with self._state.lock:
+                self._state.claims.difference_update(digests)
+                self._own.difference_update(digests)
+                self._state.changed.notify_all()
+
+    def _wait_for_others(self, digest: bytes) -> None:
+        with self._state.lock:
+            while digest in self._state.claims:
+                self._state.changed.wait()
+
+    def _place(self, puts: Columns, first: int) -> list[tuple[Extent, ...]]:
+        return place(self._state, puts.units[first:], puts.record_bytes[first:])
+
+    def _displace(self, puts: Columns, extents: Sequence[tuple[Extent, ...]]) -> None:
+        displace(self._state, puts.record_bytes, extents)
+
+    def _allocate(self, puts: Columns, number: int) -> tuple[Extent, ...]:
+        def wait_for_own() -> bool:
+            # Our own chunks can be evicted once they are written.
+            waited = bool(self._in_flight)
+            self._drain()
+            return waited
+
+        return make_room(
+            self._state,
+            puts.units[number],
+            puts.record_bytes[number],
+            f"a chunk of {puts.pieces.sizes_bytes[number]} bytes",
+            own_claims=lambda: len(self._own),
+            wait_for_own=wait_for_own,
+        )
 
     def _complete(self, wave: PutWave) -> None:
         state, batch, puts = self._state, wave.batch, wave.puts

@@ -12,22 +12,23 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 
-from blockkv.catalog.index import Entry, Index
+from blockkv.catalog.index import Acquired, Entry, Index
 from blockkv.catalog.layouts import Layout, Layouts
-from blockkv.device.base import UNIT_BYTES, Batch, Device
+from blockkv.device.base import UNIT_BYTES, Batch, Device, Priority
 from blockkv.errors import BlockKVError
 from blockkv.format import record
 from blockkv.format.checkpoint import bodies_of
 from blockkv.format.geometry import Geometry
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
 from blockkv.space.allocator import Allocator, Extent
-from blockkv.store.discards import DEFAULT_BYTES_PER_S, Discards
-from blockkv.store.keeping import Keeping, Policies
+from blockkv.store.data_path import DataPath, Options
+from blockkv.store.discards import Discards
+from blockkv.store.keeping import Keeping
 from blockkv.store.log import Log
 from blockkv.store.recovery import Recovered
+from blockkv.store.verify import confirm_damage
 from blockkv.store.watch import Watch
 
 logger = logging.getLogger("blockkv")
@@ -39,19 +40,6 @@ GROWING = "a chunk is growing under this key; seal or abandon it first"
 """Why a key that is reserved is neither put, nor deleted, nor reserved again."""
 DELETES_PRUNED_AT = 4096
 """Deletes remembered before those that have become durable are forgotten."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a store was opened."""
-
-    evict: bool = True
-    verify: bool = True
-    discard: bool = False
-    commit_interval_ms: float | None = 10.0
-    max_store_bytes: int = 256 << 20
-    discard_bytes_per_s: float = DEFAULT_BYTES_PER_S
-    policies: Policies = field(default_factory=Policies)
 
 
 SNAPSHOT_PAGES = 64
@@ -78,7 +66,7 @@ class _Changing:
         self._state.lock.release()
 
 
-class State:
+class State(DataPath):
     """Index, free map, layouts, log and counters of one open store, under one lock."""
 
     def __init__(self, device: Device, recovered: Recovered, options: Options) -> None:
@@ -93,14 +81,12 @@ class State:
         self.changing = _Changing(self)
         """`with state.changing:` round every change of more than one of these structures."""
         self.changed = threading.Condition(self.lock)
-        """Notified when writes of a wave are over and when a chunk is no longer read."""
         self.counters: Counter[str] = Counter()
         self.scrub_finished_at = 0.0
         """When the last pass of a scrub ended (`time.time`); 0 when none has since open."""
         self.claims: set[bytes] = set()
         """Digests of keys being written."""
         self.store_bytes = 0
-        """Payload of puts that the device has got and not finished."""
         self.reserved: dict[bytes, tuple[Extent, ...]] = {}
         """Extents of growing chunks that no entry of the index has, by digest."""
         self.reserved_record_bytes = 0
@@ -220,6 +206,17 @@ class State:
             entry.digest[:8].hex(),
         )
 
+    def acquire(self, digests: Sequence[bytes]) -> tuple[Acquired, list[Layout]]:
+        with self.lock:
+            found = self.index.acquire(digests)
+            layouts = list(map(self.layouts.__getitem__, found.layout_ids))
+            if len(layouts) < len(digests):
+                self.counters["get_misses"] += len(digests) - len(layouts)
+        return found, layouts
+
+    def confirm_damage(self, priority: Priority, chunks: Sequence[tuple[Entry, Layout]]) -> list[bool]:
+        return confirm_damage(self.device, self.geometry, priority, chunks)
+
     def lease(self, entry: Entry) -> None:
         """Keep the entry's extents from being reused until `release`."""
         self.index.lease(entry)
@@ -317,6 +314,9 @@ class State:
             self.index.pin(entry.digest, pins)
         self.log.append(records)
         return entry
+
+    def grows(self, digest: bytes) -> bool:
+        return digest in self.reserved
 
     def any_leased(self) -> bool:
         """Whether extents are held that come back by themselves: by readers, or for a discard."""

@@ -62,6 +62,7 @@ from blockkv.space.allocator import Extent
 from blockkv.store import part_gets
 from blockkv.store.check import CheckReport, check_store
 from blockkv.store.create import superblock_facts
+from blockkv.store.data_path import DataPath, Options
 from blockkv.store.discards import DEFAULT_BYTES_PER_S as DEFAULT_DISCARD_BYTES_PER_S
 from blockkv.store.finding import Finding
 from blockkv.store.gets import GetRun
@@ -78,7 +79,7 @@ from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.staging import Staging
-from blockkv.store.state import GROWING, Options, State
+from blockkv.store.state import GROWING, State
 from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamPool
 from blockkv.store.watch import Watch
 from blockkv.tensors import Occupied, Tensors, describe
@@ -194,6 +195,11 @@ class Store:
     @property
     def _shared_lock(self) -> threading.RLock:
         return self._state.lock
+
+    @property
+    def _data(self) -> DataPath:
+        """What gets run on."""
+        return self._state
 
     @property
     def _where(self) -> str:
@@ -487,10 +493,11 @@ class Store:
         self, wish: _Wish, future: StoreFuture[Any], then: Callable[[], None] = lambda: None
     ) -> None:
         """Start a get that has been entered; when it is over it is left, the future is set, `then` called."""
+        data = self._data
 
         def finish(problem: BaseException | None) -> None:
             self._leave()
-            if problem is None and run.errors:
+            if problem is None and run.errors and not self._outlives(data, run.errors[0]):
                 problem = run.errors[0]
             if problem is not None:
                 future.set_exception(problem)
@@ -500,10 +507,9 @@ class Store:
 
         run: GetRun | PartCall
         if wish.layout is None:
-            if self._state.keeping is not None:
-                self._note_gets([wish.key])
+            self._note_gets([wish.key])
             run = GetRun(
-                self._state,
+                data,
                 1,
                 wish.out is not None,
                 preload=wish.preload,
@@ -985,24 +991,28 @@ class Store:
         deadline_ns: int,
         occupied: Occupied | None = None,
     ) -> tuple[list[Any], dict[int, BlockKVError]]:
+        data = self._data
         with self._operation():
             run = GetRun(
-                self._state,
+                data,
                 len(keys),
                 outputs is not None,
                 preload=preload,
                 deadline_ns=deadline_ns,
                 occupied=occupied,
             )
-            if self._state.keeping is not None:
-                self._note_gets(keys)
+            self._note_gets(keys)
             run.run(keys, outputs)
-        return run.results, run.errors
+        errors = run.errors
+        if errors:
+            errors = {number: one for number, one in errors.items() if not self._outlives(data, one)}
+        return run.results, errors
 
     def _note_gets(self, keys: Sequence[Key]) -> None:
         """Tell the policies, once what has expired is gone."""
-        encoded, _ = encode_keys(keys)
-        self._note_digests(list(map(key_digest, encoded)))
+        if self._state.keeping is not None:
+            encoded, _ = encode_keys(keys)
+            self._note_digests(list(map(key_digest, encoded)))
 
     def _note_digests(self, digests: Sequence[bytes]) -> None:
         with self._state.lock:
@@ -1034,13 +1044,10 @@ class Store:
         """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
         if self._state.keeping is not None:
             self._note_digests(digests)
-        chunks = lease(self._state, digests)
-        with self._state.lock:
-            self._state.counters["get_misses"] += chunks.count(None)
-        return chunks
+        return lease(self._data, digests)
 
-    def _outlives(self, state: State, error: BlockKVError) -> bool:
-        """For reading parts of chunks, inside: see `blockkv.store.part_gets.ChunkSource`."""
+    def _outlives(self, state: DataPath, error: BlockKVError) -> bool:
+        """Inside: see `blockkv.store.part_gets.ChunkSource`."""
         return False
 
     def _operation(self, writing: bool = False) -> _Operation:

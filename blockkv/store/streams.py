@@ -613,7 +613,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
 
 def _is_whole(chunk: Leased | None) -> bool:
     """Whether it is there, and not growing: a lease as long as a stream would hold up durable appends."""
-    return chunk is not None and chunk.entry.digest not in chunk.state.reserved
+    return chunk is not None and not chunk.state.grows(chunk.entry.digest)
 
 
 def _axes(order: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from blockkv.device.base import Batch, Direction, Priority
 from blockkv.errors import BlockKVError
-from blockkv.store.state import State
+from blockkv.store.data_path import DataPath
 
 WAVE_BYTES = 32 << 20
 """Payload of one batch: large enough to hide the turn-around, small enough to bound memory in flight."""
@@ -63,7 +63,7 @@ class WaveRun(ABC, Generic[AnyWave]):
 
     def __init__(
         self,
-        state: State,
+        state: DataPath,
         deadline_ns: int = 0,
         then: Callable[[BaseException | None], None] | None = None,
     ) -> None:

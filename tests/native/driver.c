@@ -124,6 +124,7 @@ static struct bkv_engine *open_engine(int fd, uint32_t backend, uint32_t lba, ui
 {
     struct bkv_options options = {
         .fd = fd,
+        .lifeline_fd = -1,
         .backend = backend,
         .size_bytes = size,
         .lba_bytes = lba,

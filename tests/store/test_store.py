@@ -320,7 +320,7 @@ def test_full_without_eviction(device: SimulatedDevice, open_on: Any) -> None:
 def test_pinned_chunks_are_not_evicted(
     device: SimulatedDevice, open_on: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockkv.store.puts.SPACE_WAIT_S", 0.05)
+    monkeypatch.setattr("blockkv.store.room.SPACE_WAIT_S", 0.05)
     store = open_on(device)
     value = torch.zeros(1 << 18)
     with pytest.raises(blockkv.StoreFull, match="pinned"):
