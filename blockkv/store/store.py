@@ -493,12 +493,13 @@ class Store:
         self, wish: _Wish, future: StoreFuture[Any], then: Callable[[], None] = lambda: None
     ) -> None:
         """Start a get that has been entered; when it is over it is left, the future is set, `then` called."""
-        data = self._data
+        data: DataPath | None = None
 
         def finish(problem: BaseException | None) -> None:
             self._leave()
-            if problem is None and run.errors and not self._outlives(data, run.errors[0]):
-                problem = run.errors[0]
+            if problem is None and run.errors:
+                survived = data is not None and self._outlives(data, run.errors[0])
+                problem = None if survived else run.errors[0]
             if problem is not None:
                 future.set_exception(problem)
             else:
@@ -508,6 +509,7 @@ class Store:
         run: GetRun | PartCall
         if wish.layout is None:
             self._note_gets([wish.key])
+            data = self._data
             run = GetRun(
                 data,
                 1,
