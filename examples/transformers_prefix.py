@@ -7,9 +7,9 @@
 A `--device` that holds no store is formatted; one that holds anything else is refused.
 
 Two questions are asked about one long text. The first computes the text's KV cache and saves it; for the
-second, `load_prefix` gives `generate` a cache that holds the text already. Both are asked again without a store:
-the answers are the same, token for token. Run it again with the same device, and the first question finds the
-text as well.
+second, `load_prefix` gives `generate` a cache that holds the text already. Both are asked again without a
+store: the answers are the same, token for token. Run it again with the same device, and the first question
+finds the text as well.
 """
 
 from __future__ import annotations
