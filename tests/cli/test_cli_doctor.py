@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,13 @@ def doctor(
 
 
 @pytest.fixture
-def direct_loop(loop_device: Any) -> Path:
-    """A loop device that takes direct I/O through to its file."""
+def direct_loop(loop_device: Any) -> Iterator[Path]:
+    """A loop device that takes direct I/O through to its file. Its node keeps the mode it had."""
     device: Path = loop_device(64 * MIB, 4096)
     subprocess.run(["losetup", "--direct-io=on", device], check=True)
-    return device
+    mode = device.stat().st_mode
+    yield device
+    device.chmod(mode)
 
 
 def test_a_good_machine_and_a_good_device(direct_loop: Path) -> None:
