@@ -20,15 +20,18 @@ Names and meanings: docs/metrics.md.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import blockkv
 from blockkv.errors import InvalidArgument
 
-__all__ = ["COUNTERS", "GAUGES", "StoreCollector", "metric_name", "serve_metrics"]
+__all__ = ["COUNTERS", "GAUGES", "LATENCY", "StoreCollector", "metric_name", "serve_metrics"]
 
 PREFIX = "blockkv_"
+LATENCY = "blockkv_call_seconds"
+"""A histogram, with the label `operation`: "get", "put" or "durable_put"."""
 
 GAUGES = {
     "chunks": "Chunks that are stored.",
@@ -151,11 +154,11 @@ class StoreCollector:
 
     def collect(self) -> Iterator[Any]:
         """The metrics as of now; none of a closed store."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         if self._store.closed:
             return
-        stats, read_only = self._store.stats(), self._store.read_only
+        stats, read_only, latencies = self._store.stats(), self._store.read_only, self._store.latencies()
         names, values = list(self._labels), list(self._labels.values())
         which = [*names, *self._facts]
         facts = GaugeMetricFamily(f"{PREFIX}info", "Which store this is; always 1.", labels=which)
@@ -164,6 +167,12 @@ class StoreCollector:
         mode = GaugeMetricFamily(f"{PREFIX}read_only", "1: it takes no more puts.", labels=names)
         mode.add_metric(values, int(read_only))
         yield mode
+        calls = HistogramMetricFamily(LATENCY, "How long calls take.", labels=[*names, "operation"])
+        for operation, latency in latencies.items():
+            bounds = [*(str(bound / 1e6) for bound in latency.upper_bounds_us()), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(latency.counts), strict=True))
+            calls.add_metric([*values, operation], buckets, latency.total_s)
+        yield calls
         for kind, meanings in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name in meanings.keys() & stats.keys():
                 family = kind(metric_name(name), meanings[name], labels=names)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import blockkv
-from blockkv.metrics import COUNTERS, GAUGES, StoreCollector, metric_name, serve_metrics
+from blockkv.metrics import COUNTERS, GAUGES, LATENCY, StoreCollector, metric_name, serve_metrics
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +55,29 @@ def test_every_number_is_scraped_as_it_is(paths: list[Path]) -> None:
         assert all(path.name in labels["store"] for path in paths)
         assert samples["blockkv_info"].labels["version"] == blockkv.__version__
         assert samples["blockkv_read_only"].value == 0
+
+
+def test_calls_are_a_histogram(paths: list[Path]) -> None:
+    with blockkv.open(paths if len(paths) > 1 else paths[0]) as store:
+        for number in range(5):
+            store.put(f"k{number}", torch.zeros(100))
+        store.put_many([("a", torch.zeros(9)), ("b", torch.zeros(9))], durable=True)
+        store.submit_get("a").result(60)
+        store.get_many(["a", "b"])
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(store))
+        found = {
+            (sample.name, sample.labels.get("operation"), sample.labels.get("le")): sample.value
+            for family in text_string_to_metric_families(generate_latest(registry).decode())
+            for sample in family.samples
+        }
+        for operation, count in (("put", 5), ("durable_put", 1), ("get", 2)):
+            latency = store.latencies()[operation]
+            assert latency.count == count
+            assert found[f"{LATENCY}_count", operation, None] == count
+            assert found[f"{LATENCY}_bucket", operation, "+Inf"] == count
+            assert found[f"{LATENCY}_sum", operation, None] == pytest.approx(latency.total_s)
+            assert 0 < latency.percentile_us(50) <= latency.percentile_us(99) < 60e6
 
 
 def test_a_closed_store_gives_no_metrics(paths: list[Path]) -> None:
@@ -97,7 +120,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads((ROOT / "docs/grafana-blockkv.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert len(asked) >= 10
-    known = {metric_name(name) for name in [*GAUGES, *COUNTERS]} | {"blockkv_info", "blockkv_read_only"}
+    known = {metric_name(name) for name in [*GAUGES, *COUNTERS]}
+    known |= {"blockkv_info", "blockkv_read_only", f"{LATENCY}_bucket"}
     for expression in asked:
         names = set(re.findall(r"blockkv_\w+", expression))
         assert names, expression

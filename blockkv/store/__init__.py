@@ -6,6 +6,7 @@ from blockkv.store.check import CheckReport
 from blockkv.store.create import format_device, parse_size
 from blockkv.store.finding import Finding
 from blockkv.store.growing import GrowingChunk
+from blockkv.store.latencies import Latency
 from blockkv.store.scrub import ScrubReport
 from blockkv.store.store import ChunkInfo, Store, StoreFuture
 from blockkv.store.watch import Change, Watch
@@ -17,6 +18,7 @@ __all__ = [
     "ChunkInfo",
     "Finding",
     "GrowingChunk",
+    "Latency",
     "ScrubReport",
     "Store",
     "StoreFuture",

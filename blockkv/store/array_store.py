@@ -51,6 +51,7 @@ from blockkv.store.growing import STORED_ALREADY, GrowingChunk
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keeping import Stay
 from blockkv.store.keys import Key, encode_key
+from blockkv.store.latencies import Latencies
 from blockkv.store.member import Member
 from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased
@@ -175,6 +176,7 @@ class ArrayStore(Store):
         self._active_count = 0
         self._inside = threading.local()
         self._closed = ""
+        self._latencies = Latencies()
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
         self._stream_pool = StreamPool(self._go_inside)
@@ -297,6 +299,7 @@ class ArrayStore(Store):
             )
         due_ns(deadline_s)  # refuses what is none, also where no member is asked
         future: StoreFuture[Any] = StoreFuture()
+        self._latencies.time_future("get", future)
         miss = None if out is None else False
         digest = key_digest(encode_key(key))
 

@@ -71,6 +71,7 @@ from blockkv.store.interrupts import interrupts
 from blockkv.store.keeping import Policies, Stay, stay
 from blockkv.store.kept_puts import put_kept
 from blockkv.store.keys import Key, encode_key, encode_keys
+from blockkv.store.latencies import Latencies, Latency
 from blockkv.store.log import write_superblock
 from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, lease
@@ -180,6 +181,7 @@ class Store:
         self._inside = threading.local()
         """`count` of the store's own operations that this thread is in: closing would wait for itself."""
         self._closed = ""
+        self._latencies = Latencies()
         self._executor: ThreadPoolExecutor | None = None
         self._preloads = Preloads()
         self._stream_pool = StreamPool(self._go_inside)
@@ -238,9 +240,10 @@ class Store:
 
         Raises InvalidArgument (key, tensor), StoreFull, StoreReadOnly, StoreClosed, DeviceError.
         """
-        results, errors = self._put(
-            [(key, tensors)], durable, droppable, due_ns(deadline_s), stay(ttl_s, priority)
-        )
+        with self._latencies.timed(put_kind(durable)):
+            results, errors = self._put(
+                [(key, tensors)], durable, droppable, due_ns(deadline_s), stay(ttl_s, priority)
+            )
         if errors:
             raise errors[0]
         return results[0]
@@ -263,7 +266,9 @@ class Store:
         pairs = listed(items.items() if isinstance(items, Mapping) else items, "(key, tensors) pairs")
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
-        results, errors = self._put(pairs, durable, droppable, due_ns(deadline_s), stay(ttl_s, priority))
+        deadline_ns, stays = due_ns(deadline_s), stay(ttl_s, priority)
+        with self._latencies.timed(put_kind(durable)):
+            results, errors = self._put(pairs, durable, droppable, deadline_ns, stays)
         if errors:
             raise BatchError(results, errors)
         return results
@@ -286,6 +291,7 @@ class Store:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(STORE_THREADS, "blockkv-put", self._go_inside)
         future: StoreFuture[bool] = StoreFuture()
+        self._latencies.time_future(put_kind(durable), future)
 
         def carry_out() -> None:
             if not future.set_running_or_notify_cancel():
@@ -397,7 +403,9 @@ class Store:
         """
         outputs = None if out is None else [out]
         parts = wanted_parts(part, layout, 1)
-        results, errors = self._get_any([key], outputs, parts, layout, preload, due_ns(deadline_s))
+        deadline_ns = due_ns(deadline_s)
+        with self._latencies.timed("get"):
+            results, errors = self._get_any([key], outputs, parts, layout, preload, deadline_ns)
         if errors:
             raise errors[0]
         return results[0]
@@ -423,7 +431,9 @@ class Store:
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
         parts = wanted_parts(part, layout, len(wanted))
-        results, errors = self._get_any(wanted, outputs, parts, layout, preload, due_ns(deadline_s))
+        deadline_ns = due_ns(deadline_s)
+        with self._latencies.timed("get"):
+            results, errors = self._get_any(wanted, outputs, parts, layout, preload, deadline_ns)
         if errors:
             raise BatchError(results, errors)
         return results
@@ -448,6 +458,7 @@ class Store:
         with interrupts:
             self._enter()
             future: StoreFuture[Any] = StoreFuture()
+            self._latencies.time_future("get", future)
             if preload:
                 self._enqueue_preload(wish, future)
                 return future
@@ -775,6 +786,10 @@ class Store:
                 **{name: state.counters[name] for name in COUNTERS},
             }
         return figures | (state.device.counters() if not self._closed else {})
+
+    def latencies(self) -> dict[str, Latency]:
+        """How long calls have taken since open: "get", "put" and "durable_put", batches and futures too."""
+        return self._latencies.read()
 
     def info(self) -> dict[str, Any]:
         """What this store is: path, identity, zones, device limits, engine and why, and how it was opened."""
@@ -1174,6 +1189,11 @@ def due_ns(deadline_s: float | None) -> int:
 def left_s(deadline_ns: int) -> float | None:
     """Seconds until a moment that `due_ns` gave."""
     return max(0, deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
+
+
+def put_kind(durable: bool) -> str:
+    """What the latency of a put counts as."""
+    return "durable_put" if durable else "put"
 
 
 def priority_of(preload: bool) -> Priority:
