@@ -73,12 +73,15 @@ def read(url: str) -> dict[str, Sample]:
 
 
 def percentile_us(buckets: dict[float, float], percent: float) -> float:
-    """From numbers of calls that took no longer, by seconds; the bound of the bucket that it is in."""
+    """From numbers of calls that took no longer, by seconds: the bound of the bucket that it is in.
+
+    For calls beyond the last bound that bound, half a minute.
+    """
     total = max(buckets.values(), default=0)
-    return next(
-        (bound * 1e6 for bound, count in sorted(buckets.items()) if total and count >= total * percent / 100),
-        0.0,
-    )
+    bounds = sorted(bound for bound in buckets if bound < float("inf"))
+    if not total or not bounds:
+        return 0.0
+    return 1e6 * next((bound for bound in bounds if buckets[bound] >= total * percent / 100), bounds[-1])
 
 
 def figures(before: Sample, after: Sample) -> dict[str, Any]:
