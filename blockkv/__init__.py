@@ -32,6 +32,7 @@ from blockkv.errors import (
     LayoutMismatch,
     NotFormatted,
     OccupiedError,
+    OwnerLost,
     StoreClosed,
     StoreFull,
     StoreReadOnly,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from blockkv.memory import empty
     from blockkv.prefix import Family, PrefixChain, prefix_keys
     from blockkv.residency import MemoryBudget, Place, TieredStore
+    from blockkv.serving.opening import open_any as open
     from blockkv.store import (
         ArrayStore,
         Change,
@@ -59,7 +61,6 @@ if TYPE_CHECKING:
         Watch,
     )
     from blockkv.store import format_device as format
-    from blockkv.store import open_any as open
 
 __all__ = [
     "ArrayStore",
@@ -86,6 +87,7 @@ __all__ = [
     "MemoryBudget",
     "NotFormatted",
     "OccupiedError",
+    "OwnerLost",
     "Part",
     "Place",
     "PrefixChain",
@@ -135,7 +137,7 @@ _LAZY = {
     "Watch": ("blockkv.store", "Watch"),
     "empty": ("blockkv.memory", "empty"),
     "format": ("blockkv.store", "format_device"),
-    "open": ("blockkv.store", "open_any"),
+    "open": ("blockkv.serving.opening", "open_any"),
     "prefix_keys": ("blockkv.prefix", "prefix_keys"),
 }
 

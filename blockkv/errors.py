@@ -18,6 +18,7 @@
     │   └── CapacityExceeded     more was appended to a growing chunk than was reserved for it
     ├── GrowthEnded              a growing chunk was used after it was sealed or abandoned
     ├── StoreReadOnly            the store cannot accept writes; says since when and why
+    ├── OwnerLost                the process that serves the store is gone; works again when it is back
     ├── StoreClosed              used after close(), or in a forked child
     ├── InvalidArgument (ValueError)  a key, tensor, size or option that cannot be accepted
     │   └── LayoutMismatch       `out=` has another shape, dtype or size than the stored chunk
@@ -45,6 +46,7 @@ __all__ = [
     "LayoutMismatch",
     "NotFormatted",
     "OccupiedError",
+    "OwnerLost",
     "StoreClosed",
     "StoreFull",
     "StoreReadOnly",
@@ -123,6 +125,13 @@ class GrowthEnded(BlockKVError):
 
 class StoreReadOnly(BlockKVError):
     """The store does not accept writes; the message says why."""
+
+
+class OwnerLost(BlockKVError):
+    """The owner of the catalog is gone, or does not answer. What was not durable may have gone with it.
+
+    Gets are misses meanwhile. Go on using the store: it connects again when the owner is back.
+    """
 
 
 class StoreClosed(BlockKVError):

@@ -116,6 +116,21 @@ class Pieces:
             self.described[first:end],
         )
 
+    def chosen(self, numbers: Sequence[int]) -> Pieces:
+        """Some of them, in this order."""
+        starts = list(itertools.accumulate(self.segment_counts, initial=0))
+        segments = array("Q")
+        for number in numbers:
+            segments += self.segments[2 * starts[number] : 2 * starts[number + 1]]
+        return Pieces(
+            [self.layouts[number] for number in numbers],
+            [self.sizes_bytes[number] for number in numbers],
+            segments,
+            array("I", [self.segment_counts[number] for number in numbers]),
+            [self.keepalive[number] for number in numbers],
+            [self.described[number] for number in numbers] if self.described else (),
+        )
+
     def segments_of(self, number: int) -> list[Segment]:
         """Those of one value."""
         before, count = sum(self.segment_counts[:number]), self.segment_counts[number]

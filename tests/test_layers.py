@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
     {"device"},
     {"catalog", "space", "format"},
     {"store", "tensors", "kv_layout", "gpu"},
+    {"serving"},
     {"residency"},
     {"", "kv_size", "metrics", "prefix", "testing"},  # "" is blockkv/__init__.py: the public names
     {"cli", "connectors", "demo", "bench"},

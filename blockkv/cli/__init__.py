@@ -4,16 +4,30 @@
   store.py      format, info                chunk.py  ls, put, get, rm      check.py  check, scrub
   inspect.py    what is on the device         bench.py  beside fio          demo.py  the whole story
   kv_size.py    calibrate, size               output.py text, JSON, progress    byte_sizes.py  "64MiB"
-  doctor.py, examine.py  does the machine suit      top.py  what stores do right now      exit_code.py
+  doctor.py, examine.py  does the machine suit      top.py  what stores do right now
+  serve.py      serve                         exit_code.py
 
 Invariant: importing this package imports neither torch nor rich; `blockkv --help` is instant. Commands
 import what they need when they run.
 """
 
-from blockkv.cli import bench, check, chunk, demo, doctor, inspect, kv_size, store, top
+from blockkv.cli import bench, check, chunk, demo, doctor, inspect, kv_size, serve, store, top
 from blockkv.cli.app import cli
 
-__all__ = ["bench", "check", "chunk", "cli", "demo", "doctor", "inspect", "kv_size", "main", "store", "top"]
+__all__ = [
+    "bench",
+    "check",
+    "chunk",
+    "cli",
+    "demo",
+    "doctor",
+    "inspect",
+    "kv_size",
+    "main",
+    "serve",
+    "store",
+    "top",
+]
 
 
 def main() -> None:

@@ -60,8 +60,11 @@ class DataPath(ABC):
     """Payload of puts that the device has got and not finished."""
 
     @abstractmethod
-    def acquire(self, digests: Sequence[bytes]) -> tuple[Acquired, list[Layout]]:
-        """Find, touch and lease many chunks, with their layouts in the same order. The caller has no lock."""
+    def acquire(self, digests: Sequence[bytes], deadline_ns: int = 0) -> tuple[Acquired, list[Layout]]:
+        """Find, touch and lease many chunks, with their layouts in the same order. The caller has no lock.
+
+        What would take until after `deadline_ns` (`time.monotonic_ns`; 0: never) is not found.
+        """
 
     @abstractmethod
     def release(self, places: array[int]) -> None:

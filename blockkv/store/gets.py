@@ -112,7 +112,7 @@ class GetRun(WaveRun[GetWave]):
             self.errors |= {first + number: error for number, error in errors.items()}
             positions = [position for position in positions if position not in self.errors]
         digests = list(map(key_digest, encoded))
-        found, layouts = state.acquire(digests)
+        found, layouts = state.acquire(digests, self._deadline_ns)
         places, extent_counts = found.places, found.extent_counts
         if len(places) < len(positions):
             positions = [positions[number] for number in found.positions]

@@ -63,6 +63,18 @@ class Columns:
             self.record_bytes[first:end],
         )
 
+    def chosen(self, numbers: Sequence[int]) -> Columns:
+        """Some of them, in this order."""
+        return Columns(
+            [self.positions[number] for number in numbers],
+            [self.keys[number] for number in numbers],
+            bytes([self.keys_are_text[number] for number in numbers]),
+            [self.digests[number] for number in numbers],
+            self.pieces.chosen(numbers),
+            [self.units[number] for number in numbers],
+            [self.record_bytes[number] for number in numbers],
+        )
+
 
 class PutWave(Wave):
     """Chunks that are written together."""

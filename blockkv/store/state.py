@@ -206,7 +206,7 @@ class State(DataPath):
             entry.digest[:8].hex(),
         )
 
-    def acquire(self, digests: Sequence[bytes]) -> tuple[Acquired, list[Layout]]:
+    def acquire(self, digests: Sequence[bytes], deadline_ns: int = 0) -> tuple[Acquired, list[Layout]]:
         with self.lock:
             found = self.index.acquire(digests)
             layouts = list(map(self.layouts.__getitem__, found.layout_ids))

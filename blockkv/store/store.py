@@ -336,19 +336,23 @@ class Store:
         Raises InvalidArgument where it is growing.
         """
         digest = key_digest(encode_key(key))
-        state = self._state
         with self._operation(writing=True):
-            with state.changing:
-                if digest in state.reserved:
-                    raise InvalidArgument(GROWING)
-                entry = state.index.get(digest)
-                if entry is None:
-                    return False
-                log_sequence = state.delete(entry)
-                state.counters["chunks_deleted"] += 1
-            if durable:
-                state.log.commit(log_sequence)
-        return True
+            log_sequence = self._delete(digest)
+            if log_sequence and durable:
+                self._state.log.commit(log_sequence)
+        return log_sequence > 0
+
+    def _delete(self, digest: bytes) -> int:
+        """Remove a chunk. Returns the log sequence, 0 when it was not there. Raises InvalidArgument."""
+        state = self._state
+        with state.changing:
+            if digest in state.reserved:
+                raise InvalidArgument(GROWING)
+            entry = state.index.get(digest)
+            if entry is None:
+                return 0
+            state.counters["chunks_deleted"] += 1
+            return state.delete(entry)
 
     def commit(self) -> None:
         """Make everything put or deleted so far durable. Raises StoreReadOnly when that is impossible."""
