@@ -342,12 +342,13 @@ class BlockKVL2Adapter(L2AdapterInterface):
         self._locks.expire()
         usage = self.get_usage()
         try:
-            figures, read_only = self._store.stats(), self._store.read_only
+            figures, problem = self._store.stats(), self._why_no_writes()
         except BlockKVError as error:
             return {"is_healthy": False, **status, "problem": str(error)}
         return {
-            "is_healthy": not read_only,
+            "is_healthy": not problem,
             **status,
+            "problem": problem,
             "stored_object_count": len(self._books),
             "total_bytes_used": usage.total_bytes_used,
             "max_capacity_bytes": usage.total_capacity_bytes,
@@ -391,6 +392,18 @@ class BlockKVL2Adapter(L2AdapterInterface):
         """With the lock held: what one controller finds for the other must not be missed in between."""
         for outcome in self._jobs.finished():
             (self._ended_loads if outcome.is_load else self._ended_stores)[outcome.job] = outcome
+
+    def _why_no_writes(self) -> str:
+        """Why the store takes no more; "" while it does."""
+        info = self._store.info()
+        members = info.get("members", [info])
+        problems = [
+            one.get("read_only_reason")
+            or one.get("write_failure")
+            or (one["state"] if one.get("state", "present") != "present" else "")
+            for one in members
+        ]
+        return str(problems[0]) if all(problems) else ""
 
     def _count(self, counter: str, count: int = 1) -> None:
         with self._lock:

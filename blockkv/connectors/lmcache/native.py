@@ -30,9 +30,11 @@ from blockkv.connectors.jobs import BackgroundJobs
 from blockkv.connectors.lmcache.config import BlockKVL2AdapterConfig, open_store
 from blockkv.connectors.lmcache.names import Namespace
 from blockkv.connectors.memory import tensor_of
-from blockkv.errors import BlockKVError, InvalidArgument
+from blockkv.errors import BlockKVError
 
 __all__ = ["BlockKVConnector"]
+
+UNNAMED = "the weights of its model have no fingerprint"
 
 Completion = tuple[int, bool, str, list[bool] | None]
 """Task; whether it succeeded; why not; an answer for each key."""
@@ -74,25 +76,33 @@ class BlockKVConnector:
     def submit_batch_get(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Fill each view with what is stored under its key; answers for each whether it was."""
         task = self._new_task()
-        self._jobs.submit_load(task, self._chunks(keys), [tensor_of(view) for view in memoryviews])
+        chunks = self._chunks(keys)
+        if chunks is None:
+            self._answer(task, UNNAMED, [False] * len(keys))
+        else:
+            self._jobs.submit_load(task, chunks, [tensor_of(view) for view in memoryviews])
         return task
 
     def submit_batch_set(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Store each view under its key: all of them, or it has failed."""
         task = self._new_task()
-        buffers = [tensor_of(view) for view in memoryviews]
-        self._jobs.submit_store(task, self._chunks(keys), buffers, durable=self._options.durable)
+        chunks = self._chunks(keys)
+        if chunks is None:
+            self._answer(task, UNNAMED, None)
+        else:
+            buffers = [tensor_of(view) for view in memoryviews]
+            self._jobs.submit_store(task, chunks, buffers, durable=self._options.durable)
         return task
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         """Whether each is stored. It counts as a use, so that it is among the last to leave before its
         load.
         """
-        return self._answer(keys, self._store.touch)
+        return self._ask(keys, self._store.touch)
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
         """Remove each; answers whether it was there."""
-        return self._answer(keys, self._store.delete)
+        return self._ask(keys, self._store.delete)
 
     def drain_completions(self) -> list[Completion]:
         """What has ended since the last call."""
@@ -115,23 +125,29 @@ class BlockKVConnector:
             log.error("closing: %s", error)
         self._ended.close()
 
-    def _answer(self, keys: Sequence[str], call: Callable[[str], bool]) -> int:
+    def _ask(self, keys: Sequence[str], call: Callable[[str], bool]) -> int:
         """From the index in memory, here and now."""
         task = self._new_task()
-        answers, problem = [], ""
-        try:
-            answers = [call(chunk) for chunk in self._chunks(keys)]
-        except BlockKVError as error:
-            problem = str(error)
-        with self._lock:
-            self._answered.append((task, not problem, problem, answers if not problem else None))
-        self._ended.notify()
+        chunks = self._chunks(keys)
+        answers, problem = [False] * len(keys), UNNAMED
+        if chunks is not None:
+            try:
+                answers, problem = [call(chunk) for chunk in chunks], ""
+            except BlockKVError as error:
+                problem = str(error)
+        self._answer(task, problem, answers)
         return task
 
-    def _chunks(self, keys: Sequence[str]) -> list[str]:
+    def _answer(self, task: int, problem: str, answers: list[bool] | None) -> None:
+        with self._lock:
+            self._answered.append((task, not problem, problem, answers))
+        self._ended.notify()
+
+    def _chunks(self, keys: Sequence[str]) -> list[str] | None:
+        """None where the weights of one of the models were not named."""
         families = [self._names.family(key.partition("@")[0], self._options.layout) for key in keys]
         if not all(families):
-            raise InvalidArgument("its model has no fingerprint of the weights")
+            return None
         return [f"{family}/{key}" for family, key in zip(families, keys, strict=True)]
 
     def _new_task(self) -> int:
