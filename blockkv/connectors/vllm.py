@@ -32,6 +32,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingEvent,
     OffloadingGaugeMetadata,
+    OffloadKey,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -72,6 +74,8 @@ SWEEP_EVERY_S = 1.0
 """How often leases are looked through and the store is asked for its counters."""
 REPEAT_MESSAGE_S = 60.0
 MOST_ERRANDS = 256
+EVENTS_AT_A_TIME = 512
+"""KV events that one step of the scheduler makes of what has changed."""
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +138,8 @@ class TierOptions:
         for name in ("load_deadline_s", "store_deadline_s", "lease_s"):
             if getattr(options, name) <= 0:
                 raise InvalidArgument(f"{name} is {getattr(options, name)}; use seconds above 0")
+        if options.locality not in (None, *Locality.__members__):
+            raise InvalidArgument(f"locality is {options.locality!r}; use LOCAL or REMOTE")
         return options
 
     def paths(self, data_parallel_index: int) -> list[str]:
@@ -182,6 +188,7 @@ def family_of(config: Any, row_bytes: int, weights: str, salt: str = "") -> bloc
 class _Lease:
     """A chunk that is pinned, because it was hit."""
 
+    key: Any
     name: str
     until_s: float = 0
     requests: set[str] = field(default_factory=set)
@@ -192,6 +199,8 @@ class _Lease:
 class _Job:
     keys: list[Any]
     is_load: bool
+    leases: list[_Lease] = field(default_factory=list)
+    """Those that were there when the load began."""
 
 
 COUNTED = {
@@ -257,18 +266,25 @@ class BlockKVTier(SecondaryTierManager):
         self._reported: dict[str, int] = {}
         self._store_stats: Mapping[str, Any] = {}
         self._messages: dict[str, float] = {}
-        self._events: list[OffloadingEvent] | None = None
-        self._announced: set[Any] = set()
-        if chosen.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
-            self._events = []
+        self._changes: deque[blockkv.Change] = deque()
 
         paths = chosen.paths(self._config.parallel.data_parallel_index)
         self._device_label = ",".join(paths)
+        self._resets = 0
+        self._shut = False
+        self._weights = chosen.weights
+        self._family = ""
+        """What keys begin with; nothing is found or stored as long as it is empty."""
         files = [] if chosen.weights else self._weight_files()
+        self._name_family()
         self._store = _open(paths, chosen)
-        self._registered = contextlib.ExitStack()
+        self._held = contextlib.ExitStack()
+        self._registered = False
         try:
             self._register()
+            self._watch: blockkv.Watch | None = None
+            if chosen.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+                self._watch = self._held.enter_context(self._store.watch())
             self._errands = _Errands(self._messages_once)
             self._jobs = BackgroundJobs(
                 self._store,
@@ -281,17 +297,10 @@ class BlockKVTier(SecondaryTierManager):
                 or max(self._row_bytes, min(1 << 30, self._rows.nbytes // SHARE_OF_PRIMARY)),
             )
         except BaseException:
-            self._registered.close()
+            self._held.close()
             self._store.close()
             raise
-        self._resets = 0
-        self._shut = False
-        self._weights = chosen.weights
-        self._family = ""
-        """What keys begin with; nothing is found or stored as long as it is empty."""
-        if self._weights:
-            self._name_family()
-        else:
+        if not self._weights:
             identified = self._errands.run("fingerprint", lambda: self._identify(files))
             if not identified.wait(FINGERPRINT_PATIENCE_S):
                 log.info(
@@ -317,19 +326,16 @@ class BlockKVTier(SecondaryTierManager):
         except BlockKVError as error:
             self._messages_once("look-ups fail", error)
             found = False
-        if not found and self._events is not None and key in self._announced:
-            self._announced.discard(key)
-            self._announce([key], removed=True)
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_load(self, job_metadata: Any) -> None:
         """Fill the rows in the background."""
         keys, rows = self._take(job_metadata)
         names = [f"{self._family}/{key.hex()}" for key in keys]
-        for key in keys:
-            if (lease := self._leases.get(key)) is not None:
-                lease.loads += 1
-        self._jobs_in[job_metadata.job_id] = _Job(keys, is_load=True)
+        leases = [self._leases[key] for key in keys if key in self._leases]
+        for lease in leases:
+            lease.loads += 1
+        self._jobs_in[job_metadata.job_id] = _Job(keys, is_load=True, leases=leases)
         self._jobs.submit_load(job_metadata.job_id, names, rows)
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -339,7 +345,7 @@ class BlockKVTier(SecondaryTierManager):
             self._counters["stores_dropped"] += len(keys)
             self._refused.append(_result(job_id=job_metadata.job_id, success=False, transfer_bytes=0))
             return
-        if len(keys[0]) == XXHASH_KEY_BYTES and not os.environ.get("PYTHONHASHSEED"):
+        if keys and len(keys[0]) == XXHASH_KEY_BYTES and not os.environ.get("PYTHONHASHSEED"):
             self._messages_once(
                 "nothing will be found after a restart",
                 "the prefix hashes of --prefix-caching-hash-algo xxhash* begin with a random number; "
@@ -379,11 +385,10 @@ class BlockKVTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         """Give back what was hit for it and is not being loaded."""
-        for key in [key for key, lease in self._leases.items() if req_context.req_id in lease.requests]:
-            lease = self._leases[key]
+        for lease in [one for one in self._leases.values() if req_context.req_id in one.requests]:
             lease.requests.discard(req_context.req_id)
             if not lease.requests and not lease.loads:
-                self._release(key)
+                self._release(lease)
 
     def on_schedule_end(self, context: Any) -> None:
         """Once in a while: give back old leases, look at the store's counters."""
@@ -391,17 +396,31 @@ class BlockKVTier(SecondaryTierManager):
         if now_s < self._sweep_due_s:
             return
         self._sweep_due_s = now_s + SWEEP_EVERY_S
-        for key, lease in list(self._leases.items()):
-            if lease.until_s < now_s and not lease.loads:
-                self._counters["leases_expired"] += 1
-                self._release(key)
+        for lease in [one for one in self._leases.values() if one.until_s < now_s and not one.loads]:
+            self._counters["leases_expired"] += 1
+            self._release(lease)
         self._errands.run("stats", self._look_at_store)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What was stored, and what was found to be gone."""
-        if self._events:
-            events, self._events = self._events, []
-            yield from events
+        """What was stored and removed, by whomever; at first everything that was there. A few at a time."""
+        begins, told = f"{self._family}/", 0
+        while self._changes and told < EVENTS_AT_A_TIME:
+            stored, keys = self._changes[0].stored, []
+            while self._changes and self._changes[0].stored is stored and told < EVENTS_AT_A_TIME:
+                name = self._changes.popleft().key
+                told += 1
+                if isinstance(name, str) and name.startswith(begins):
+                    keys.append(OffloadKey(bytes.fromhex(name[len(begins) :])))
+            if keys:
+                yield _with_known(
+                    OffloadingEvent,
+                    keys=keys,
+                    medium=self.medium,
+                    removed=not stored,
+                    locality=self.locality,
+                    ownership="blockkv",
+                    removal_expected=True,
+                )
 
     # -- waiting on purpose ------------------------------------------------------------------------------
 
@@ -409,8 +428,8 @@ class BlockKVTier(SecondaryTierManager):
         """Wait until every job has ended: called to reset the primary tier."""
         self._jobs.drain()
         if self._options.weights_change:
-            for key in [key for key, lease in self._leases.items() if not lease.loads]:
-                self._release(key)
+            for lease in [one for one in self._leases.values() if not one.loads]:
+                self._release(lease)
             self._failed.clear()
             self._resets += 1
             self._name_family()
@@ -428,7 +447,7 @@ class BlockKVTier(SecondaryTierManager):
             )
         self._errands.close()
         self._shut = True
-        self._registered.close()
+        self._held.close()
         self._rows = torch.empty(0)
         self._store.close()
 
@@ -471,12 +490,12 @@ class BlockKVTier(SecondaryTierManager):
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
         """Labels of vLLM's info metric, from 0.33 on."""
-        return ("blockkv_device", "blockkv_family", "blockkv_engine", "blockkv_direct")
+        return ("blockkv_device", "blockkv_family", "blockkv_engine", "blockkv_direct", "blockkv_registered")
 
     def config_info(self) -> Mapping[str, str | int | float | bool]:
         """Where chunks go and what their keys begin with."""
         engine = self._store.info().get("engine", "")
-        values = (self._device_label, self._family, engine, self._options.direct)
+        values = (self._device_label, self._family, engine, self._options.direct, self._registered)
         return dict(zip(self.config_info_keys({}), values, strict=True))
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -502,7 +521,7 @@ class BlockKVTier(SecondaryTierManager):
 
     def _register(self) -> None:
         try:
-            self._registered.enter_context(self._store.register(self._rows))
+            self._registered = self._held.enter_context(self._store.register(self._rows))
         except DeviceError as error:
             log.warning("blockkv: the primary tier is not registered, which costs some CPU: %s", error)
 
@@ -521,26 +540,24 @@ class BlockKVTier(SecondaryTierManager):
         elif not self._store.pin(name):
             return False
         else:
-            lease = self._leases[key] = _Lease(name)
+            lease = self._leases[key] = _Lease(key, name)
         lease.until_s = time.monotonic() + self._options.lease_s
         lease.requests.add(request)
         return True
 
-    def _release(self, key: Any) -> None:
-        lease = self._leases.pop(key)
+    def _release(self, lease: _Lease) -> None:
+        del self._leases[lease.key]
         try:
             self._store.unpin(lease.name)
         except BlockKVError as error:
             self._messages_once("pins cannot be given back", error)
 
     def _load_ended(self, job: _Job, outcome: Outcome) -> None:
-        for key, landed in zip(job.keys, outcome.done, strict=True):
-            if not landed:
-                self._failed.add(key)
-            if (lease := self._leases.get(key)) is not None:
-                lease.loads -= 1
-                if not lease.loads:
-                    self._release(key)
+        self._failed.update(key for key, landed in zip(job.keys, outcome.done, strict=True) if not landed)
+        for lease in job.leases:
+            lease.loads -= 1
+            if not lease.loads:
+                self._release(lease)
         if not outcome.all_done:
             self._messages_once(
                 "loads fail, what they were for is computed again",
@@ -553,15 +570,6 @@ class BlockKVTier(SecondaryTierManager):
         if not outcome.all_done:
             self._counters["stores_failed"] += len(job.keys) - len(done)
             self._messages_once("stores fail or are dropped", outcome.reason or "refused")
-        if done and self._events is not None:
-            self._announced.update(done)
-            self._announce(list(done), removed=False)
-
-    def _announce(self, keys: list[Any], *, removed: bool) -> None:
-        if self._events is not None:
-            self._events.append(
-                OffloadingEvent(keys=keys, medium=self.medium, removed=removed, locality=self.locality)
-            )
 
     def _touch(self, names: Sequence[str]) -> None:
         for name in names:
@@ -569,6 +577,8 @@ class BlockKVTier(SecondaryTierManager):
 
     def _look_at_store(self) -> None:
         self._store_stats = self._store.stats()
+        if self._watch is not None and len(self._changes) < EVENTS_AT_A_TIME:
+            self._changes.extend(self._watch.take())
 
     def _messages_once(self, what: str, why: object) -> None:
         """To the log, but not over and over."""
@@ -624,9 +634,11 @@ def _open(paths: list[str], options: TierOptions) -> blockkv.Store:
     return blockkv.open(target, **options.store_options)
 
 
-RESULT_FIELDS = {one.name for one in dataclasses.fields(JobResult)}
-
-
 def _result(**values: Any) -> JobResult:
-    """With those of the values that this vLLM knows."""
-    return JobResult(**{name: value for name, value in values.items() if name in RESULT_FIELDS})
+    return _with_known(JobResult, **values)
+
+
+def _with_known(kind: Any, **values: Any) -> Any:
+    """One of vLLM's records, with those of the values that this vLLM knows."""
+    known = kind.__dataclass_fields__
+    return kind(**{name: value for name, value in values.items() if name in known})
