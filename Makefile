@@ -14,8 +14,9 @@ setup:  ## system packages, .venv/, the native core; quick when nothing changed
 demo: setup  ## a store, a model's KV cache, a restart: see it work
 	@.venv/bin/blockkv demo
 
-test:  ## lint, types, layers and every test, as CI runs them
+test:  ## lint, types, layers and every test, engines too, as CI runs them
 	@tools/setup --test
+	@tools/engines all
 	@$(MAKE) --no-print-directory check
 	@$(PYTHON_VENV) -m pytest
 	@$(MAKE) --no-print-directory sim
@@ -33,6 +34,6 @@ bench: setup  ## throughput and CPU beside fio, on a device in memory paced like
 	@$(PYTHON_VENV) tools/fio_compare.py --paced
 
 clean:  ## remove .venv/ and everything built
-	@rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .engines build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@rm -f native/_native.c blockkv/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
