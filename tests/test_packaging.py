@@ -1,0 +1,73 @@
+"""What is published: a wheel that brings liburing along works where there is no compiler and no checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMOKE = """
+import sys, torch, blockkv
+assert blockkv.__file__.startswith(sys.prefix), blockkv.__file__
+blockkv.format("store.img", size="32MiB")
+with blockkv.open("store.img") as store:
+    assert store.info()["engine"] == "io_uring"
+    tensor = torch.arange(300_000)
+    store.put("key", tensor, durable=True)
+    assert torch.equal(store.get("key"), tensor)
+    libraries = {line.split()[-1] for line in open("/proc/self/maps") if "liburing" in line}
+    assert libraries and all(one.startswith(sys.prefix) for one in libraries), libraries
+assert blockkv.open("store.img", read_only=True).check(payload=True).ok
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    done = subprocess.run(
+        [ROOT / "tools/build_wheel", directory], capture_output=True, text=True, check=False, cwd=directory
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def test_the_wheel_works_without_a_compiler(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    assert "-cp311-abi3-manylinux" in wheel.name
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    # What it depends on comes from here: only blockkv itself is new.
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    environment = {"PATH": str(venv / "bin"), "HOME": str(tmp_path)}
+    for command in (
+        [venv / "bin/python", "-m", "pip", "-q", "install", "--no-deps", "--no-index", wheel],
+        [venv / "bin/python", "-c", SMOKE],
+        [venv / "bin/blockkv", "check", "store.img", "--payload"],
+        [venv / "bin/blockkv", "doctor", "--json"],
+    ):
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+
+
+def test_the_source_has_all_that_it_is_built_from(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    tracked = subprocess.run(
+        ["git", "ls-files", "native", "blockkv", "setup.py", "pyproject.toml", "LICENSE", "README.md"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout.split()
+    missing = [name for name in tracked if name not in names and os.path.exists(ROOT / name)]  # noqa: PTH110
+    assert missing == []
