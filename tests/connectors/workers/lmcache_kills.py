@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import torch
 from lmcache_contract import CHUNK_BYTES, L1, Device, Listener, content, keys, load, look, store, stored_bytes
 
 BATCH = 4
+PATIENCE_S = 60
 CONTENTS = 16
 """Objects have one of so many contents, by their number."""
 
@@ -94,7 +96,8 @@ def main(rounds: str, seed: str) -> None:
         device = Device(Path(folder), size="2GiB")
         for _ in range(int(rounds)):
             child, pipe = forked(write, device, first)
-            time.sleep(0.3 + dice.random())
+            select.select([pipe], [], [], PATIENCE_S)  # until it has begun
+            time.sleep(0.1 + dice.random())
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             batches = rest_of(pipe)
