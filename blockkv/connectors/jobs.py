@@ -114,8 +114,8 @@ class BackgroundJobs:
         max_store_bytes: int = DEFAULT_MAX_STORE_BYTES,
         ended: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """`ended` is called, on any thread, with how a job has ended, which `finished` will say too: it may
-        wake somebody, and must neither block nor call anything here.
+        """`ended` is called with the outcome of each job, once, on the thread that ended it and with no lock
+        held; `finished` has nothing to tell then. While it takes its time that thread moves no bytes.
 
         Stores that would make more than `max_store_bytes` wait are dropped. Deadlines count from the
         submission; None: none. Raises InvalidArgument for numbers that make no sense.
@@ -137,6 +137,7 @@ class BackgroundJobs:
         self._queues: dict[bool, deque[_Piece]] = {True: deque(), False: deque()}
         self._jobs: dict[int, _Job] = {}
         self._outcomes: list[Outcome] = []
+        """Not told yet, by `finished` or by calling `ended`."""
         self._store_bytes = 0
         self._overdue = 0
         self._closing = False
@@ -172,10 +173,8 @@ class BackgroundJobs:
         self._submit(job, False, keys, buffers, durable=durable, rewritten=frozenset(rewrite))
 
     def finished(self) -> list[Outcome]:
-        """The jobs that ended since the last call."""
-        with self._lock:
-            outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        """The jobs that ended since the last call; none where `ended` is told of them."""
+        return self._untold() if self._ended is None else []
 
     def pending(self) -> int:
         """Jobs that were submitted and have not ended."""
@@ -204,6 +203,7 @@ class BackgroundJobs:
                     self._drop(queue.popleft(), "the connector is being closed")
             for condition in (*self._work.values(), self._watched):
                 condition.notify_all()
+        self._tell()
         until = time.monotonic() + timeout_s
         for thread in (*self._threads, self._watch):
             thread.join(max(0.0, until - time.monotonic()))
@@ -253,6 +253,7 @@ class BackgroundJobs:
                     self._watched.notify()
             if not job.pieces_left:
                 self._end(job)
+        self._tell()
 
     def _carry_out(self, is_load: bool) -> None:
         work = self._work[is_load]
@@ -360,6 +361,7 @@ class BackgroundJobs:
             job.pieces_left -= 1
             if not job.pieces_left:
                 self._end(job)
+        self._tell()
 
     def _touch(self, piece: _Piece) -> None:
         """From now on the job waits for this piece; with the lock held."""
@@ -391,18 +393,36 @@ class BackgroundJobs:
         self._quiet.notify_all()
         if self._closing:
             self._watched.notify()
-        if self._ended is not None:
-            self._ended(outcome)
+
+    def _untold(self) -> list[Outcome]:
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _tell(self) -> None:
+        """Call `ended` for what has ended; without the lock."""
+        if self._ended is None:
+            return
+        for outcome in self._untold():
+            try:
+                self._ended(outcome)
+            except Exception:
+                log.exception("whoever waits for a job could not be told that it has ended")
 
     def _watch_deadlines(self) -> None:
-        with self._lock:
-            while not (self._closing and not self._jobs):
+        while True:
+            with self._lock:
+                if self._closing and not self._jobs:
+                    return
                 now_ns = time.monotonic_ns()
-                for job in list(self._jobs.values()):
-                    if job.deadline_ns and job.deadline_ns <= now_ns and not job.late:
-                        self._expire(job)
-                ahead = [job.deadline_ns for job in self._jobs.values() if job.deadline_ns and not job.late]
-                self._watched.wait((min(ahead) - now_ns) / 1e9 if ahead else None)
+                due = [job for job in self._jobs.values() if job.deadline_ns and not job.late]
+                late = [job for job in due if job.deadline_ns <= now_ns]
+                for job in late:
+                    self._expire(job)
+                if not late:
+                    ahead_ns = min((job.deadline_ns for job in due), default=0)
+                    self._watched.wait((ahead_ns - now_ns) / 1e9 if ahead_ns else None)
+            self._tell()
 
     def _expire(self, job: _Job) -> None:
         """End it but for what touches the caller's memory; with the lock held."""

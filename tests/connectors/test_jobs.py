@@ -226,6 +226,27 @@ def test_whoever_is_to_be_woken_is_told_how_each_job_ended(store: blockkv.Store)
     assert jobs.drain(20)
     jobs.submit_load(2, ["elsewhere"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
     assert jobs.drain(20)
+    until = time.monotonic() + 20
+    while len(told) < 2 and time.monotonic() < until:
+        time.sleep(0.002)
     assert [(one.job, one.is_load, one.all_done) for one in told] == [(1, False, True), (2, True, False)]
-    assert jobs.finished() == told
+    assert jobs.finished() == []
+    assert jobs.close()
+
+
+def test_who_is_told_may_submit_more_and_may_fail(store: blockkv.Store) -> None:
+    told: list[int] = []
+
+    def go_on(outcome: Outcome) -> None:
+        told.append(outcome.job)
+        if outcome.job < 5:
+            jobs.submit_load(outcome.job + 1, ["elsewhere"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+        raise RuntimeError("of whoever is told")
+
+    jobs = BackgroundJobs(store, ended=go_on, load_threads=1)
+    jobs.submit_load(0, ["elsewhere"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
+    until = time.monotonic() + 20
+    while len(told) < 6 and time.monotonic() < until:
+        time.sleep(0.002)
+    assert told == [0, 1, 2, 3, 4, 5]
     assert jobs.close()
