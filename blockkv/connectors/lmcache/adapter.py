@@ -2,7 +2,7 @@
 
 Stores and loads go to `BackgroundJobs`, from and to LMCache's own memory, which is registered with the
 device. Lookups are answered in the call, from the index in memory. One of three descriptors tells that
-something has ended, and the controller that asks next gets it.
+something has ended; by then LMCache has been told what came, went and was used.
 
 Invariants
   * no `submit_*` waits for the device, and whatever goes wrong after it has returned is a failed store or a
@@ -94,9 +94,10 @@ class BlockKVL2Adapter(L2AdapterInterface):
         self._closed = False
         self._next_task = 0
         self._loads: dict[int, _Load] = {}
+        """Under way."""
+        self._ended_stores: dict[int, L2StoreResult] = {}
         self._ended_lookups: dict[int, Bitmap] = {}
-        self._ended_loads: dict[int, Outcome] = {}
-        self._ended_stores: dict[int, Outcome] = {}
+        self._ended_loads: dict[int, Bitmap] = {}
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._told: set[str] = set()
         l1_bytes = l1_memory_desc.size if l1_memory_desc is not None else UNBOUNDED_BYTES
@@ -127,7 +128,11 @@ class BlockKVL2Adapter(L2AdapterInterface):
         return int(self._load_ended.fileno())
 
     def _job_ended(self, outcome: Outcome) -> None:
-        (self._load_ended if outcome.is_load else self._store_ended).notify()
+        """On a thread that has moved bytes: tell LMCache of everything, and then that there is a result."""
+        if outcome.is_load:
+            self._end_load(outcome)
+        else:
+            self._end_store(outcome)
 
     # -- stores ----------------------------------------------------------------------------------------
 
@@ -143,9 +148,7 @@ class BlockKVL2Adapter(L2AdapterInterface):
                 raise InvalidArgument("its model has no fingerprint of the weights")
             buffers = [_bytes_of(obj) for obj in objects]
         except BlockKVError as error:
-            with self._lock:
-                self._ended_stores[task] = Outcome(task, False, (False,), 0, 0.0, str(error))
-            self._store_ended.notify()
+            self._end_store(Outcome(task, False, (False,), 0, 0.0, str(error)))
         else:
             self._locks.expire()
             self._jobs.submit_store(task, chunks, buffers, durable=self._options.durable)
@@ -154,17 +157,17 @@ class BlockKVL2Adapter(L2AdapterInterface):
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Tasks that have ended. What they stored, and what left for it, has been told by then."""
         with self._lock:
-            self._sort_ended()
             ended, self._ended_stores = self._ended_stores, {}
-        if ended:
-            self._books.settle()
-        results = {}
-        for task, outcome in ended.items():
-            if not outcome.all_done:
-                self._count("stores_failed")
-                self._tell_once("a store failed", outcome.reason or "it was not admitted")
-            results[task] = L2StoreResult(outcome.all_done, outcome.bytes_moved)
-        return results
+        return ended
+
+    def _end_store(self, outcome: Outcome) -> None:
+        self._books.settle()
+        if not outcome.all_done:
+            self._count("stores_failed")
+            self._tell_once("a store failed", outcome.reason or "it was not admitted")
+        with self._lock:
+            self._ended_stores[outcome.job] = L2StoreResult(outcome.all_done, outcome.bytes_moved)
+        self._store_ended.notify()
 
     # -- lookups ---------------------------------------------------------------------------------------
 
@@ -249,11 +252,11 @@ class BlockKVL2Adapter(L2AdapterInterface):
     def query_load_result(self, task_id: int) -> Bitmap | None:
         """Which objects were filled, once; None until the load has ended."""
         with self._lock:
-            self._sort_ended()
-            outcome = self._ended_loads.pop(task_id, None)
-            if outcome is None:
-                return None
-            load = self._loads.pop(task_id)
+            return self._ended_loads.pop(task_id, None)
+
+    def _end_load(self, outcome: Outcome) -> None:
+        with self._lock:
+            load = self._loads.pop(outcome.job)
         filled = Bitmap(len(load.keys))
         accessed = []
         for position, is_filled in zip(load.positions, outcome.done, strict=True):
@@ -267,8 +270,13 @@ class BlockKVL2Adapter(L2AdapterInterface):
         if len(accessed) < len(load.keys):
             self._books.settle()  # what did not verify is gone
         if accessed:
-            self._notify_keys_accessed(accessed)
-        return filled
+            try:
+                self._notify_keys_accessed(accessed)
+            except Exception:
+                log.exception("LMCache could not be told of %d keys that were loaded", len(accessed))
+        with self._lock:
+            self._ended_loads[outcome.job] = filled
+        self._load_ended.notify()
 
     def _size_of(self, chunk: str) -> int:
         """Payload of a chunk; 0 where there is none."""
@@ -387,11 +395,6 @@ class BlockKVL2Adapter(L2AdapterInterface):
             task = self._next_task
             self._next_task += 1
         return task
-
-    def _sort_ended(self) -> None:
-        """With the lock held: what one controller finds for the other must not be missed in between."""
-        for outcome in self._jobs.finished():
-            (self._ended_loads if outcome.is_load else self._ended_stores)[outcome.job] = outcome
 
     def _why_no_writes(self) -> str:
         """Why the store takes no more; "" while it does."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from lmcache.v1.platform import create_event_notifier
 
-from blockkv.connectors.jobs import BackgroundJobs
+from blockkv.connectors.jobs import BackgroundJobs, Outcome
 from blockkv.connectors.lmcache.config import BlockKVL2AdapterConfig, open_store
 from blockkv.connectors.lmcache.names import Namespace
 from blockkv.connectors.memory import tensor_of
@@ -66,7 +66,7 @@ class BlockKVConnector:
             load_threads=self._options.load_threads,
             store_threads=self._options.store_threads,
             max_store_bytes=int(self._options.max_store_bytes or 1 << 62),
-            ended=lambda _: self._ended.notify(),
+            ended=self._job_ended,
         )
 
     def event_fd(self) -> int:
@@ -78,7 +78,7 @@ class BlockKVConnector:
         task = self._new_task()
         chunks = self._chunks(keys)
         if chunks is None:
-            self._answer(task, UNNAMED, [False] * len(keys))
+            self._answer(task, False, UNNAMED, [False] * len(keys))
         else:
             self._jobs.submit_load(task, chunks, [tensor_of(view) for view in memoryviews])
         return task
@@ -88,7 +88,7 @@ class BlockKVConnector:
         task = self._new_task()
         chunks = self._chunks(keys)
         if chunks is None:
-            self._answer(task, UNNAMED, None)
+            self._answer(task, False, UNNAMED, None)
         else:
             buffers = [tensor_of(view) for view in memoryviews]
             self._jobs.submit_store(task, chunks, buffers, durable=self._options.durable)
@@ -109,9 +109,6 @@ class BlockKVConnector:
         self._ended.consume()
         with self._lock:
             ended, self._answered = self._answered, []
-        for outcome in self._jobs.finished():
-            answers = list(outcome.done) if outcome.is_load else None
-            ended.append((outcome.job, outcome.all_done, outcome.reason, answers))
         return ended
 
     def close(self) -> None:
@@ -135,12 +132,16 @@ class BlockKVConnector:
                 answers, problem = [call(chunk) for chunk in chunks], ""
             except BlockKVError as error:
                 problem = str(error)
-        self._answer(task, problem, answers)
+        self._answer(task, not problem, problem, answers)
         return task
 
-    def _answer(self, task: int, problem: str, answers: list[bool] | None) -> None:
+    def _job_ended(self, outcome: Outcome) -> None:
+        answers = list(outcome.done) if outcome.is_load else None
+        self._answer(outcome.job, outcome.all_done, outcome.reason, answers)
+
+    def _answer(self, *completion: *Completion) -> None:
         with self._lock:
-            self._answered.append((task, not problem, problem, answers))
+            self._answered.append(completion)
         self._ended.notify()
 
     def _chunks(self, keys: Sequence[str]) -> list[str] | None:
