@@ -7,9 +7,9 @@
       "interface_v1": 1, "device": "/dev/nvme1n1", "weights": "0e9e39f"}'
 
 SGLang's key of a page is a hash over its tokens and those before. Whatever else the bytes depend on makes a
-`blockkv.Family` for each host pool: model, weights, dtype, layout and geometry of the pool, the share of heads,
-layers or tokens that this rank holds. The pools are registered with the device and read and written where they
-are; a page is one chunk, of as many tensors as the pool's layout has pieces a page.
+`blockkv.Family` for each host pool: model, weights, dtype, layout and geometry of the pool, and which share
+of heads, layers or tokens this rank holds. The pools are registered with the device, and read and written
+where they are; a page is one chunk, of as many tensors as the pool's layout has pieces a page.
 
 Invariants
   * True is only answered for a page whose bytes are in the pool, verified, or in the store;
@@ -126,7 +126,9 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
                 try:
                     self._registered.enter_context(self._store.register(memory))
                 except BlockKVError as error:
-                    self._tell("the host pool is not registered with the device, and each request dearer", error)
+                    self._tell(
+                        "the host pool is not registered with the device, and each request dearer", error
+                    )
         log.info("pool %s: %s", name, pool.family)
 
     def _family(self, name: str, host_pool: Any, layout: str) -> blockkv.Family:
@@ -174,9 +176,7 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
             return [page if isinstance(page, torch.Tensor) else None for page in self._read(pool.keys(keys))]
         pages: list[Page] = [page if page.numel() else MARKER.clone() for page in target_locations]
         filled = self._timed("prefetch", keys, pages, lambda: self._read(pool.keys(keys), pages))
-        return [
-            page if full is True else None for page, full in zip(target_locations, filled, strict=True)
-        ]
+        return [page if full is True else None for page, full in zip(target_locations, filled, strict=True)]
 
     def set(
         self,
@@ -277,9 +277,9 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
         """Delete what this rank and this model stored, and nothing else."""
         prefixes = tuple(f"{pool.family.name}/" for pool in self._pools.values())
         try:
-            for key in self._store.keys():
-                if str(key).startswith(prefixes):
-                    self._store.delete(key)
+            own = [key for key in self._store.keys() if str(key).startswith(prefixes)]  # noqa: SIM118
+            for key in own:
+                self._store.delete(key)
             self._store.commit()
         except BlockKVError as error:
             self._tell("the storage was not cleared", error)
@@ -287,7 +287,7 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get_stats(self) -> Any:
-        """SGLang's StorageMetrics since the last call: pages and GB/s of each batch; None where not enabled."""
+        """SGLang's StorageMetrics since the last call, pages and GB/s of each batch; None if not enabled."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -352,7 +352,7 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
             pool = self._pools.get(str(transfer.name))
             if pool is None or not pool.takes(keys, transfer.host_indices):
                 self._tell(
-                    f"the pool {transfer.name} has other pages than keys, or is not registered: nothing is moved"
+                    f"nothing is moved: {transfer.name} is not registered, or its keys are not its pages"
                 )
             elif keys:
                 wanted.append((transfer.name, pool, keys, transfer.host_indices))
@@ -417,9 +417,7 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
         done: list[Any] = move()
         if self._config.enable_storage_metrics and keys:
             seconds = time.perf_counter() - begin
-            moved = sum(
-                _size_bytes(page) for page, full in zip(pages, done, strict=True) if full is True
-            )
+            moved = sum(_size_bytes(page) for page, full in zip(pages, done, strict=True) if full is True)
             with self._lock:
                 self._metrics[f"{kind}_pgs"].append(len(keys))
                 self._metrics[f"{kind}_bandwidth"].append(moved / 1e9 / max(seconds, 1e-9))
@@ -455,16 +453,13 @@ class _Pool:
         if sizes is None:
             sizes = [host_pool.get_dummy_flat_data_page().nbytes]
         self._is_empty = not any(sizes)
-        geometry = {
-            field: getattr(host_pool, field, None)
-            for field in GEOMETRY
-        }
+        geometry = {field: getattr(host_pool, field, None) for field in GEOMETRY}
+        tag = getattr(host_pool, "storage_format_tag", None)
         self.family: blockkv.Family = family_of(
             name,
             host_pool,
             f"{'pieces' if self._zero_copy else 'flat page'} of {sizes} bytes, pool {name} "
-            f"{type(host_pool).__name__} {host_pool.layout} {getattr(host_pool, 'storage_format_tag', None)}, "
-            f"page {self.page_size}, {geometry}",
+            f"{type(host_pool).__name__} {host_pool.layout} {tag}, page {self.page_size}, {geometry}",
         )
 
     def keys(self, keys: Iterable[str]) -> list[str]:
@@ -484,7 +479,10 @@ class _Pool:
         return [
             one
             for one in found
-            if isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.numel() and one.is_contiguous()
+            if isinstance(one, torch.Tensor)
+            and one.device.type == "cpu"
+            and one.numel()
+            and one.is_contiguous()
         ]
 
     def pages(self, indices: torch.Tensor, count: int, *, for_reading: bool) -> list[Page]:
@@ -525,7 +523,9 @@ class _Pool:
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(given) - OF_SGLANG - set(OPTIONS))
     if unknown:
-        raise InvalidArgument(f"unknown options: {', '.join(unknown)}; there are {', '.join(sorted(OPTIONS))}")
+        raise InvalidArgument(
+            f"unknown options: {', '.join(unknown)}; there are {', '.join(sorted(OPTIONS))}"
+        )
     options = {name: given.get(name, default) for name, default in OPTIONS.items()}
     if not options["device"]:
         raise InvalidArgument("give the option device: a path, several, or the socket of `blockkv serve`")
@@ -544,7 +544,9 @@ def _open(options: Mapping[str, Any], config: HiCacheStorageConfig) -> blockkv.S
     try:
         named = [path.format(**ranks, cp_rank=config.attn_cp_rank) for path in paths]
     except (KeyError, IndexError, ValueError) as error:
-        raise InvalidArgument(f"device {given!r}: {error}; there are {', '.join(ranks)} and cp_rank") from error
+        raise InvalidArgument(
+            f"device {given!r}: {error}; there are {', '.join(ranks)} and cp_rank"
+        ) from error
     if config.is_mla_model and config.tp_size > 1 and any("{tp_rank}" in path for path in paths):
         raise InvalidArgument(
             "the pages of this model are the same on all tensor-parallel ranks, and only one of them writes: "

@@ -1,40 +1,32 @@
-"""SGLang without a GPU: its own host pools, controllers and storage factory, filled with numbers.
-
-Imported first it makes SGLang importable: torchvision, of which it needs nothing here, is an empty module.
-"""
+"""SGLang without a GPU: its own host pools, controllers and storage factory, filled with numbers."""
 
 from __future__ import annotations
 
-import sys
-import types
 from queue import Queue
 from typing import Any
 
+import sglang_importable  # noqa: F401
 import torch
-from transformers.utils import is_torchvision_available
-
-assert not is_torchvision_available()  # remembered; transformers goes on without it
-for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
-    module = types.ModuleType(name)
-    module.InterpolationMode = type("InterpolationMode", (), {})
-    sys.modules.setdefault(name, module)
-
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.device_pool_info import (
     KVBufferLayout,
     KVBuffers,
     MambaStateBufferInfo,
     MHABufferInfo,
+    MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 PAGE_TOKENS = 64
+MEMORY_BYTES = 4 << 30
+"""What the pools may claim: SGLang would leave 10 GiB of the machine alone."""
 MODULE = {
     "backend_name": "blockkv",
     "module_path": "blockkv.connectors.sglang",
@@ -50,16 +42,13 @@ def mha_pool(
     layers: int = 4,
     heads: int = 2,
     dim: int = 64,
-    keys_only: bool = False,
 ) -> Any:
     """A host pool of keys and values, full of noise."""
     tokens = pages * PAGE_TOKENS
     k, v = (tuple(torch.zeros(1, heads, dim, dtype=dtype) for _ in range(layers)) for _ in range(2))
     tables = [torch.tensor([one.data_ptr() for one in side], dtype=torch.uint64) for side in (k, v)]
     info = MHABufferInfo(
-        buffers=KVBuffers(
-            k=k, v=v, k_data_ptrs=tables[0], v_data_ptrs=tables[1], layout=KVBufferLayout.NHD
-        ),
+        buffers=KVBuffers(k=k, v=v, k_data_ptrs=tables[0], v_data_ptrs=tables[1], layout=KVBufferLayout.NHD),
         page_size=PAGE_TOKENS,
         head_num=heads,
         head_dim=dim,
@@ -67,9 +56,8 @@ def mha_pool(
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    kind = MHATokenToKOnlyPoolHost if keys_only else MHATokenToKVPoolHost
-    with host_memory_budget_scope(4 << 30):
-        pool = kind(
+    with host_memory_budget_scope(MEMORY_BYTES):
+        pool = MHATokenToKVPoolHost(
             info,
             1.0,
             0,
@@ -85,15 +73,49 @@ def mha_pool(
     return pool
 
 
-def mamba_pool(slots: int = 8) -> Any:
-    """A host pool of states, full of noise."""
-    info = MambaStateBufferInfo(
-        conv=(torch.zeros(2, slots, 3, 16),), temporal=torch.zeros(2, slots, 4, 8, 8)
+def mla_pool(layout: str, *, pages: int = 32, layers: int = 4) -> Any:
+    """A host pool of latent keys and values, the same on every tensor-parallel rank."""
+    tokens = pages * PAGE_TOKENS
+    rows = tuple(torch.zeros(1, 1, 96) for _ in range(layers))
+    info = MLABufferInfo(
+        buffers=rows,
+        data_ptrs=torch.tensor([one.data_ptr() for one in rows], dtype=torch.uint64),
+        layer_indices=tuple(range(layers)),
+        device_layer_num=layers,
+        page_size=PAGE_TOKENS,
+        kv_lora_rank=64,
+        qk_rope_head_dim=32,
+        kv_cache_dim=96,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
-    with host_memory_budget_scope(4 << 30):
-        pool = MambaPoolHost(
-            info, 1.0, 0, device_capacity=slots, pin_memory=False, layout="page_first"
+    with host_memory_budget_scope(MEMORY_BYTES):
+        pool = MLATokenToKVPoolHost(
+            info,
+            1.0,
+            0,
+            PAGE_TOKENS,
+            layout,
+            pin_memory=False,
+            device_capacity_tokens=tokens,
+            start_layer=0,
+            end_layer=layers,
+            target_layer_num=layers,
+            host_token_capacity=tokens,
         )
+    fill(pool, 0)
+    return pool
+
+
+def mamba_pool(slots: int = 8, side_states: bool = False) -> Any:
+    """A host pool of states, full of noise; with side states it does not say where its pages are."""
+    info = MambaStateBufferInfo(
+        conv=(torch.zeros(2, slots, 3, 16),),
+        temporal=torch.zeros(2, slots, 4, 8, 8),
+        extra_checkpoint_buffers=(torch.zeros(slots, 5),) if side_states else (),
+    )
+    with host_memory_budget_scope(MEMORY_BYTES):
+        pool = MambaPoolHost(info, 1.0, 0, device_capacity=slots, pin_memory=False, layout="page_first")
     fill(pool, 0)
     return pool
 
@@ -160,22 +182,18 @@ def attach(pool: Any, extra: dict[str, Any], backend: str = "dynamic", **changes
     controller.page_size = PAGE_TOKENS
     controller.prefetch_sync_queue = Queue()
     zero_copy = backend == "dynamic" and bool(extra.get("interface_v1", 0))
-    controller.page_get_func = (
-        controller._page_get_zero_copy if zero_copy else controller._generic_page_get
-    )
-    controller.page_set_func = (
-        controller._page_set_zero_copy if zero_copy else controller._generic_page_set
-    )
+    controller.page_get_func = controller._page_get_zero_copy if zero_copy else controller._generic_page_get
+    controller.page_set_func = controller._page_set_zero_copy if zero_copy else controller._generic_page_set
     return controller
 
 
-def hybrid(layout: str) -> Any:
+def hybrid(layout: str, *, side_states: bool = False) -> Any:
     """A group of pools: keys and values, those of a sliding window, an indexer beside the first, states."""
     pools = {
         PoolName.KV: mha_pool(layout),
         PoolName.SWA: mha_pool(layout, layers=2, pages=8),
-        PoolName.INDEXER: mha_pool(layout, layers=1, heads=1, keys_only=True),
-        PoolName.MAMBA: mamba_pool(),
+        PoolName.INDEXER: mha_pool(layout, layers=1, heads=1),
+        PoolName.MAMBA: mamba_pool(side_states=side_states),
     }
     return HostPoolGroup(
         [

@@ -1,0 +1,48 @@
+"""SGLang's HiCache on a store, in SGLang's own environment: `workers/sglang_hicache.py` has what is shown.
+
+Host pools, storage factory, controllers, hashes and the injector of failures are SGLang's, on the CPU. A
+server, and what moves pages between the pools and a GPU, need one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import run_in
+
+WORKER = Path(__file__).parent / "workers" / "sglang_hicache.py"
+CHECKS = re.findall(r"^@check\ndef (\w+)", WORKER.read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("sglang")
+    yield path
+    for left in path.rglob("*.img"):
+        left.unlink()
+
+
+@pytest.fixture(scope="module")
+def outcomes(directory: Path) -> Any:
+    return run_in("sglang", WORKER, "checks", str(directory))
+
+
+def test_another_process_finds_the_pages_in_every_layout_and_interface(directory: Path) -> None:
+    saved = run_in("sglang", WORKER, "save", str(directory))
+    assert len(saved) == 8
+    assert set(saved.values()) == {"ok"}
+    assert run_in("sglang", WORKER, "load", str(directory)) == saved
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_it(outcomes: Any, name: str) -> None:
+    assert outcomes[name] == "ok", outcomes[name]
+
+
+def test_every_check_ran(outcomes: Any) -> None:
+    assert set(outcomes) == set(CHECKS)
+    assert len(CHECKS) >= 15
