@@ -27,6 +27,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ log = logging.getLogger(__name__)
 Page = list[torch.Tensor] | torch.Tensor
 
 
-class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
+class BlockKVHiCache(HiCacheStorage):
     """A dynamic storage backend for HiCache: interface v0, v1 (`interface_v1`) and v2 for hybrid pools.
 
     Options, in the extra configuration: see docs/connectors/sglang.md. Raises what opening the device raises,
@@ -312,7 +313,7 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
             raise InvalidArgument("no host pool was registered yet: whose pages these are is not known")
         return self._pools[ANCHOR]
 
-    def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> set[int]:
+    def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> AbstractSet[int]:
         """The lengths of prefixes of `keys` that a pool can go on from."""
         pool = self._pools.get(str(transfer.name))
         if pool is None:
@@ -341,7 +342,7 @@ class BlockKVHiCache(HiCacheStorage):  # type: ignore[misc]
             if not all(map(self._store.contains, pool.keys(keys[first : first + size]))):
                 break
             groups += 1
-        return groups * transfer.block_pages
+        return groups * int(transfer.block_pages)
 
     def _transfer(self, transfers: Sequence[PoolTransfer], carry_out: Any) -> dict[str, list[bool]]:
         results: dict[str, list[bool]] = {}
