@@ -8,8 +8,8 @@ weights    a digest of every byte of the model's files, of each LoRA file with i
            the model's metadata
 dtype      the types of K and V, and whether their rotation is switched off (`LLAMA_ATTN_ROT_DISABLE`)
 layout     versions of llama.cpp, of the bindings and of the state format; flash attention, which decides
-           how V lies; streams; attention type; RoPE and YaRN settings; whether the context is longer than what
-           the model was trained on, for some models have other RoPE factors then; full window caches or not
+           how V lies; streams; attention type; RoPE and YaRN settings; whether the context is longer than
+           what the model was trained on, since some models have other RoPE factors then; `swa_full`
 salt       the caller's
 =========  =================================================================================================
 

@@ -478,7 +478,7 @@ class Sequences:
             newest = int(llama_cpp.llama_memory_seq_pos_max(memory, sequence))
             oldest = int(llama_cpp.llama_memory_seq_pos_min(memory, sequence))
             # Positions that no token to come can see may be gone: before the window, or of a recurrent state.
-            begins = max(0, count - window) if window else 0
+            begins = max(0, count - window + 1) if window else 0
             if newest == count - 1 and (0 <= oldest <= begins or not self.context.can_cut):
                 return count
         llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)

@@ -77,15 +77,15 @@ def import_slot(
     The file must be what `export_slot` has written, of a context of the same family; its digest is compared
     first. With `trusted` it may be without one: then only its form is checked, and that llama.cpp takes it.
 
-    Raises InvalidArgument (no such file, not trusted, changed since), InvalidArgument (of another model, version or
-    setting; says which).
+    Raises InvalidArgument: no such file, not trusted, damaged, or of another model, version or setting, which
+    it names.
     """
     try:
         content = np.fromfile(path, np.uint8)
     except OSError as error:
         raise InvalidArgument(f"{os.fspath(path)} cannot be read: {error}") from error
     is_known = _check(Path(path), content, sequences, trusted, weights)
-    saved = read_file(memoryview(content))  # type: ignore[arg-type]  # as numpy is before Python 3.12
+    saved = read_file(memoryview(content))  # type: ignore[arg-type]
     context = sequences.context
     if saved.architecture not in ("", context.architecture):
         raise InvalidArgument(

@@ -51,7 +51,8 @@ def tokens_of(told: dict[str, Any]) -> list[int]:
 
 
 def llama_of(told: dict[str, Any], **options: Any) -> Any:
-    options = {"n_ctx": 1024, "logits_all": True, "verbose": False, **told.get("llama", {}), **options}
+    base = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False}
+    options = {**base, **told.get("llama", {}), **options}
     if told.get("sharing"):
         with sharing_context():
             return llama_cpp.Llama(told["model"], **options)
@@ -64,8 +65,7 @@ def evaluate(llama: Any, tokens: list[int], split: int) -> dict[str, Any]:
         llama.eval(tokens[llama.n_tokens : split])
     llama.eval(tokens[max(split, llama.n_tokens) :])
     logits = llama.scores[split : llama.n_tokens]
-    found = {"logits": hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()}
-    return found
+    return {"logits": hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()}
 
 
 def generate(llama: Any) -> list[int]:
@@ -114,6 +114,7 @@ def with_cache(told: dict[str, Any], store: Any) -> dict[str, Any]:
         found["completions"].append(
             {
                 "tokens": llama.input_ids[: llama.n_tokens].tolist(),
+                "prompt_tokens": answer["usage"]["prompt_tokens"],
                 "text": answer["choices"][0]["text"],
                 "counters": cache.stats(),
                 "size": cache.cache_size,
