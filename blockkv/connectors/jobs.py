@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -294,11 +294,13 @@ class BackgroundJobs:
             if job.late:
                 return
             self._touch(piece)
-        for buffer, source, landed in zip(
-            job.buffers[piece.first : piece.last], staged, results, strict=True
-        ):
-            if landed:
-                _copy(buffer, source)
+        _copy(
+            (buffer, source)
+            for buffer, source, landed in zip(
+                job.buffers[piece.first : piece.last], staged, results, strict=True
+            )
+            if landed
+        )
         self._piece_ended(piece, results, reason)
 
     def _load_direct(self, piece: _Piece) -> None:
@@ -451,9 +453,19 @@ def _pieces(job: _Job) -> list[_Piece]:
     return pieces
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Without the GIL, and on this thread: torch would wake its own, which then spin for a while."""
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Fill the first of each pair from the second, what lies together at once.
+
+    The GIL is let go, and may be long in coming back where another thread never rests; and it is done on this
+    thread, for those that torch would wake go on spinning.
+    """
+    target = source = size_bytes = 0
+    for one, other in pairs:
+        if (one.data_ptr(), other.data_ptr()) != (target + size_bytes, source + size_bytes):
+            ctypes.memmove(target, source, size_bytes)
+            target, source, size_bytes = one.data_ptr(), other.data_ptr(), 0
+        size_bytes += one.nbytes
+    ctypes.memmove(target, source, size_bytes)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What vLLM may expect of the tier, called as its tiering manager calls it. Run by pytest in the engine's Python."""
+"""What vLLM may expect of the tier, called as its manager calls it. Run by pytest in the engine's Python."""
 
 from __future__ import annotations
 
@@ -330,20 +330,19 @@ def test_nothing_waits_for_a_device_that_stalls(
         "get_finished_jobs": [],
     }
 
-    def timed(name: str, call: Callable[[], Any]) -> None:
+    def timed(name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         begun = time.perf_counter()
-        call()
+        result = call(*arguments, **options)
         times[name].append(time.perf_counter() - begun)
+        return result
 
     begun = time.monotonic()
-    loads, stores = [], []
+    loads = []
     for step in range(256):
-        timed(
-            "submit_load", lambda: loads.append(engine.submit([keys[step % 32]], [32 + step % 32], load=True))
-        )
-        new = keys_of(1, seed=1000 + step)
-        timed("submit_store", lambda: stores.append(engine.submit(new, [step % 32], load=False)))
-        timed("lookup", lambda: engine.lookup(keys[step % 32]))
+        row = step % 32
+        loads.append(timed("submit_load", engine.submit, [keys[row]], [32 + row], load=True))
+        timed("submit_store", engine.submit, keys_of(1, seed=1000 + step), [row], load=False)
+        timed("lookup", engine.lookup, keys[row])
         timed("get_finished_jobs", engine.poll)
     for job in loads:
         assert not engine.ended(job, 5).success

@@ -25,7 +25,15 @@ def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Engine:
-    def __init__(self, model: Path, device: str, *, dtype: str = "float32", extra: dict[str, Any] | None = None, **tier: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        device: str,
+        *,
+        dtype: str = "float32",
+        extra: dict[str, Any] | None = None,
+        **tier: Any,
+    ) -> None:
         config = {
             "spec_name": "CpuTieringSpec",
             "spec_module_path": "blockkv.connectors.vllm_cpu",
@@ -135,7 +143,7 @@ def trouble(model: Path, device: str) -> dict[str, Any]:
     tier = engine.tier
     found = {"first": engine.ask(prompt(1))}
 
-    flip_byte(Path(device), tier, chunk=4, tokens=prompt(2))
+    flip_byte(Path(device), tier)
     found["damaged"] = engine.ask(prompt(2))
     found["damaged_metrics"] = engine.metrics()
     engine.settle()
@@ -179,7 +187,7 @@ def other(model: Path, device: str) -> dict[str, Any]:
 
 def chunks(model: Path, device: str) -> dict[str, Any]:
     """Chunks of several blocks, of which the first and the last are partly there on the way to the cache."""
-    engine = Engine(model, device, extra={"blocks_per_chunk": 3}, direct=True)
+    engine = Engine(model, device, extra={"blocks_per_chunk": 3}, format=True, direct=True)
     found = {"cold": engine.ask(prompt(1)), "short": engine.ask(prompt(1, 40))}
     engine.settle()
     engine.llm.reset_prefix_cache()
@@ -191,12 +199,12 @@ def chunks(model: Path, device: str) -> dict[str, Any]:
     return found
 
 
-def flip_byte(path: Path, tier: Any, chunk: int, tokens: list[int]) -> None:
-    """In the chunk of a prompt, counted from 0: it is found by storing order, which is that of the prompt."""
-    del tokens
-    names = [name for name in tier._store.keys() if name.startswith(f"{tier._family}/")]
-    sequence = sorted(names, key=lambda name: tier._store.entry(name).log_sequence)
-    entry = tier._store.entry(sequence[9 + chunk])
+def flip_byte(path: Path, tier: Any) -> None:
+    """In the last chunk that was stored, past the store."""
+    store = tier._store
+    listed = store.keys()
+    mine = [store.entry(name) for name in listed if name.startswith(f"{tier._family}/")]
+    entry = max(mine, key=lambda entry: entry.log_sequence)
     place = int(tier._store.info()["data_offset_bytes"]) + entry.extents[0][0] * 4096 + 1234
     with path.open("r+b", buffering=0) as file:
         file.seek(place)
