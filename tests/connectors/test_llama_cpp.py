@@ -80,7 +80,7 @@ VARIANTS: dict[str, Run] = {
 
 
 def test_another_process_restores_it_bit_by_bit(models: dict[str, str], device: str) -> None:
-    """Of 600 tokens 512 are in whole chunks, and 599 can be of use; all logits after 512 are the same bits."""
+    """Of 600 tokens 512 are in whole chunks, 599 can be of use; all logits after 512 are the same bits."""
     told = [
         sequence_run(models[one.get("model", "llama")], device, **{k: one[k] for k in one if k != "model"})
         for one in VARIANTS.values()
