@@ -208,7 +208,7 @@ class Owner:
     # -- for sessions ----------------------------------------------------------------------------------
 
     def welcome(self) -> Message:
-        """What every client is told first."""
+        """See `blockkv.serving.session.Host`, as for the next ones."""
         superblock = self.store._state.log.superblock
         slot, _ = slots_of(superblock.generation)
         return protocol.Welcome(
@@ -223,7 +223,6 @@ class Owner:
 
     @contextlib.contextmanager
     def handing_over(self, session: Session) -> Iterator[list[int]]:
-        """The descriptors for a client: the device, and a lifeline. Our copies end with the context."""
         device = self._device.share()
         try:
             receiver, sender = os.pipe2(os.O_CLOEXEC)
@@ -238,7 +237,6 @@ class Owner:
             os.close(device)
 
     def pool_for(self, message: Message) -> Executor | None:
-        """Where a request is carried out that may take long; None for the others."""
         if isinstance(message, (protocol.Allocate, protocol.WaitForPut)):
             return self._waiters
         if isinstance(message, (protocol.Commit, protocol.Checkpoint)):
@@ -246,27 +244,22 @@ class Owner:
         return None
 
     def look_at(self, session: Session) -> None:
-        """Something of a session is over; perhaps that was the last of it."""
         if session.let_go():
             with self._lock:
                 self._sessions.discard(session)
             self._wake()
 
     def claim(self, digest: bytes) -> None:
-        """A client has claimed a key. Under the lock of the store, like the next three."""
         self._claims.add(digest)
 
     def unclaim(self, digest: bytes) -> None:
-        """It is free again."""
         self._claims.discard(digest)
 
     def is_claimed(self, digest: bytes) -> bool:
-        """Whether a client puts this key, and not somebody in this process."""
         return digest in self._claims
 
     @property
     def writing_count(self) -> int:
-        """Chunks that clients may be writing, those that are gone among them."""
         return sum(session.writing_count for session in self._sessions)
 
     # -- for people ------------------------------------------------------------------------------------

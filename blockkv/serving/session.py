@@ -29,9 +29,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from blockkv.catalog.index import Entry, add_put_transfers
 from blockkv.catalog.layouts import TEXT_LIMIT_BYTES, Layout
@@ -49,11 +50,9 @@ from blockkv.serving import protocol
 from blockkv.serving.protocol import Malformed, Message, Outcome, encode
 from blockkv.serving.wire import Frames, Peer
 from blockkv.space.allocator import Extent
+from blockkv.store import Store
 from blockkv.store.keeping import Stay, stay
 from blockkv.store.room import displace, make_room, place
-
-if TYPE_CHECKING:
-    from blockkv.serving.owner import Owner
 
 __all__ = ["Session"]
 
@@ -91,6 +90,45 @@ class _Ticket:
     extents: tuple[Extent, ...] | None = None
 
 
+class Host(Protocol):
+    """What a session needs of the owner."""
+
+    path: str
+    store: Store
+    workers: Executor
+
+    def welcome(self) -> Message:
+        """What every client is told first."""
+
+    def handing_over(self, session: Session) -> AbstractContextManager[list[int]]:
+        """The descriptors for a client: the device, and a lifeline. The owner's copies end with it."""
+
+    def pool_for(self, message: Message) -> Executor | None:
+        """Where a request is carried out that may take long; None for the others."""
+
+    def look_at(self, session: Session) -> None:
+        """Something of the session is over; perhaps that was the last of it."""
+
+    def claim(self, digest: bytes) -> None:
+        """A client has claimed a key. Under the lock of the store, like the next three."""
+
+    def unclaim(self, digest: bytes) -> None:
+        """It is free again."""
+
+    def is_claimed(self, digest: bytes) -> bool:
+        """Whether a client puts this key, and not somebody in this process."""
+
+    @property
+    def writing_count(self) -> int:
+        """Chunks that clients may be writing, those that are gone among them."""
+
+    def stats(self) -> dict[str, Any]:
+        """For `protocol.Stats`."""
+
+    def info(self) -> dict[str, Any]:
+        """For `protocol.Info`."""
+
+
 class _NotNow(Exception):
     """Space would have to be waited for."""
 
@@ -98,7 +136,7 @@ class _NotNow(Exception):
 class Session:
     """One connection. `run` it on a thread of its own."""
 
-    def __init__(self, owner: Owner, connection: socket.socket, peer: Peer, number: int) -> None:
+    def __init__(self, owner: Host, connection: socket.socket, peer: Peer, number: int) -> None:
         self.number = number
         self.peer = peer
         self.name = ""
