@@ -250,12 +250,15 @@ class Owner:
             self._wake()
 
     def claim(self, digest: bytes) -> None:
+        """A client puts this key."""
         self._claims.add(digest)
 
     def unclaim(self, digest: bytes) -> None:
+        """It is free again."""
         self._claims.discard(digest)
 
     def is_claimed(self, digest: bytes) -> bool:
+        """Whether a client has."""
         return digest in self._claims
 
     @property
