@@ -150,14 +150,22 @@ def openers(status: os.stat_result) -> list[str]:
 
 
 def lockers(status: os.stat_result) -> list[str]:
-    """Processes that took a flock on the file or device node, as in `openers`."""
+    """Processes that took a flock on the file or device node, as in `openers`, and are there.
+
+    None where one has handed its descriptor to others and is gone: see `openers` then.
+    """
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     names = []
     for line in (read_text(PROC / "locks") or "").splitlines():
         fields = line.split()
-        if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == wanted:
+        if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == wanted and _is_there(fields[4]):
             names.append(process_name(int(fields[4])))
     return names
+
+
+def _is_there(process_index: str) -> bool:
+    # One that is in another PID namespace is shown as 0.
+    return process_index == "0" or (PROC / process_index).exists()
 
 
 def process_name(process_index: int) -> str:

@@ -489,7 +489,8 @@ def _lock_before(deadline: float, path: str, descriptor: int, *, shared: bool) -
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 status = os.fstat(descriptor)
-                raise _held_error(path, status, holders.lockers(status)) from None
+                names = holders.lockers(status) or holders.openers(status)
+                raise _held_error(path, status, names) from None
         except OSError as error:
             raise DeviceError(
                 f"{path}: its file system cannot lock files (flock: {os.strerror(error.errno or 0)}); "

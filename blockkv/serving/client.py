@@ -268,7 +268,10 @@ class ClientStore(Store):
                 pause_s = RECONNECT_S[1]
                 continue
             with self._lock:
-                if session.epoch == before.epoch + 1 and before.lazy_sequence <= session.opened_sequence:
+                if session.epoch == before.epoch:
+                    self._owed = ""  # it is the same owner, who has it all
+                    session.lazy_sequence = before.lazy_sequence
+                elif session.epoch == before.epoch + 1 and before.lazy_sequence <= session.opened_sequence:
                     self._owed = ""  # the next owner found all of it on the device
                 self._session = session
                 for handle in self._registered:

@@ -19,6 +19,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from blockkv.catalog.index import Acquired, Entry, Index
 from blockkv.catalog.layouts import Layout
@@ -34,6 +35,14 @@ from blockkv.store.data_path import DataPath, Options
 __all__ = ["ClientPath"]
 
 logger = logging.getLogger("blockkv")
+
+
+ACQUIRE_KEYS = 1024
+"""In one request: a record is no longer than a page."""
+
+
+class _Unanswered(Exception):
+    """Nothing was leased; the counter of why."""
 
 
 class ClientPath(DataPath):
@@ -59,42 +68,60 @@ class ClientPath(DataPath):
         self.counters = counters
         self.store_bytes = 0
         self._patience_s = patience_s
-        self._layouts: dict[int, Layout] = {}
         self._places: dict[int, int] = {}
         """What the owner calls the chunk at each place of the index."""
 
     def acquire(self, digests: Sequence[bytes], deadline_ns: int = 0) -> tuple[Acquired, list[Layout]]:
-        if not digests:
-            return _none(), []
-        counter = "get_owner_lost"
+        found: Acquired = _none()
+        layouts: list[Layout] = []
+        for first in range(0, len(digests), ACQUIRE_KEYS):
+            some = digests[first : first + ACQUIRE_KEYS]
+            try:
+                more, theirs = self._enter(self._ask(some, deadline_ns), some)
+            except _Unanswered as reason:
+                missed = len(digests) - first
+                with self.lock:
+                    self.counters[str(reason)] += missed
+                    self.counters["get_misses"] += missed
+                break
+            found.positions.extend(array("I", [first + position for position in more.positions]))
+            found.places.extend(more.places)
+            found.layout_ids.extend(more.layout_ids)
+            found.extent_counts.extend(more.extent_counts)
+            found.payload_bytes.extend(more.payload_bytes)
+            layouts += theirs
+        return found, layouts
+
+    def _ask(self, digests: Sequence[bytes], deadline_ns: int) -> protocol.Acquired:
+        """Have chunks leased. Raises _Unanswered."""
         try:
-            answer = self.connection.call(
+            return self.connection.call(
                 protocol.Acquire(digests),
                 protocol.Acquired,
                 patience_left_s(deadline_ns, self._patience_s),
                 self._give_back,
             )
-            return self._enter(answer, digests)
         except TimedOut:
-            counter = "get_deadline"
-            if not deadline_ns:
-                self.connection.end("it does not answer")
+            if deadline_ns:
+                raise _Unanswered("get_deadline") from None
+            self.connection.end("it does not answer")
         except OwnerLost:
             pass
-        except (Malformed, FormatError, ValueError, KeyError) as error:
-            self.connection.end(f"what it leases is no chunk: {error!r}")
-        with self.lock:
-            self.counters[counter] += len(digests)
-            self.counters["get_misses"] += len(digests)
-        return _none(), []
+        raise _Unanswered("get_owner_lost")
 
     def _enter(self, answer: protocol.Acquired, digests: Sequence[bytes]) -> tuple[Acquired, list[Layout]]:
-        """Take leased chunks into the index."""
+        """Take leased chunks into the index. Raises _Unanswered."""
+        try:
+            return self._entered(answer, digests)
+        except (Malformed, FormatError, ValueError) as error:
+            self.connection.end(f"what it leases is no chunk: {error!r}")
+            raise _Unanswered("get_owner_lost") from None
+
+    def _entered(self, answer: protocol.Acquired, digests: Sequence[bytes]) -> tuple[Acquired, list[Layout]]:
         records = _checked(answer, digests, self.geometry)
+        given = list(map(_layout, answer.layouts))
+        layouts = [given[number] for number in answer.layout_of]
         with self.lock:
-            for number, body in zip(answer.new_layouts, answer.new_bodies, strict=True):
-                self._layouts[number] = Layout.decode(body)
-            layouts = [self._layouts[number] for number in answer.layouts]
             places = array("I")
             for raw, place in zip(records, answer.places, strict=True):
                 entry = self.index.get(raw[16:48])
@@ -109,7 +136,7 @@ class ClientPath(DataPath):
         found = Acquired(
             answer.positions,
             places,
-            answer.layouts,
+            array("I", [summary_of(raw)[0] for raw in records]),
             array("I", [len(extents_of(raw)) for raw in records]),
             array("Q", [summary_of(raw)[1] for raw in records]),
         )
@@ -149,6 +176,12 @@ class ClientPath(DataPath):
         return len(self._places)
 
 
+@lru_cache(maxsize=1024)
+def _layout(body: bytes) -> Layout:
+    """Raises ValueError."""
+    return Layout.decode(body)
+
+
 def _none() -> Acquired:
     return Acquired(array("I"), array("I"), array("I"), array("I"), array("Q"))
 
@@ -156,20 +189,18 @@ def _none() -> Acquired:
 def _checked(answer: protocol.Acquired, digests: Sequence[bytes], geometry: Geometry) -> list[bytes]:
     """The records of an answer. Raises Malformed, FormatError."""
     count = len(answer.records)
-    if not count == len(answer.positions) == len(answer.places) == len(answer.layouts):
-        raise Malformed("columns of unlike length")
-    if len(answer.new_layouts) != len(answer.new_bodies):
+    if not count == len(answer.positions) == len(answer.places) == len(answer.layout_of):
         raise Malformed("columns of unlike length")
     views = list(iterate_records(b"".join(answer.records), count, geometry.data_units))
     for (operation, _, digest, raw), position, layout, given in zip(
-        views, answer.positions, answer.layouts, answer.records, strict=True
+        views, answer.positions, answer.layout_of, answer.records, strict=True
     ):
         if (
             operation != Operation.PUT
             or position >= len(digests)
             or digest != digests[position]
             or raw != given
-            or summary_of(raw)[0] != layout
+            or layout >= len(answer.layouts)
         ):
             raise Malformed("a record of another chunk")
     return [raw for *_, raw in views]

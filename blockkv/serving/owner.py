@@ -112,7 +112,8 @@ class Owner:
     def stop(self) -> None:
         """End `serve`. From any thread, and from a signal handler."""
         self._closing = True
-        self._wake()
+        if not self._closed:
+            self._wake()
 
     def close(self) -> None:
         """Hang up, wait for what clients have in flight, close the store. Idempotent.

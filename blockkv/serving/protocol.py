@@ -367,13 +367,11 @@ class Acquired(Message):
     """Which of the digests each has."""
     places: U32s
     """What the owner calls each, until it is released as often as it was acquired."""
-    layouts: U32s
-    """The number of the layout of each."""
     records: Raws
     """The PUT record of each: extents, checksums."""
-    new_layouts: U32s
-    """Numbers of layouts that this client was not told before."""
-    new_bodies: Raws
+    layouts: Raws
+    layout_of: U32s
+    """Which of `layouts` each has."""
 
 
 @_message(12)

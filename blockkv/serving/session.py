@@ -157,7 +157,6 @@ class Session:
         self._pins: Counter[tuple[bytes, int]] = Counter()
         """By digest and log sequence: what was put again under a key is not what was pinned."""
         self._listings: dict[int, Iterator[str | bytes]] = {}
-        self._known_layouts: set[int] = set()
         self.is_heard = True
         """False once the connection is over."""
         self._reaches_device = False
@@ -363,13 +362,9 @@ class Session:
             self._leases.update(found.places)
             self._lease_count += len(found.places)
             records = [_put_record(state.index.at(one)) for one in found.places]
-        numbers, bodies = array("I"), []
-        for number, layout in zip(found.layout_ids, layouts, strict=True):
-            if number not in self._known_layouts:
-                self._known_layouts.add(number)
-                numbers.append(number)
-                bodies.append(layout.body)
-        return protocol.Acquired(found.positions, found.places, found.layout_ids, records, numbers, bodies)
+        numbers: dict[bytes, int] = {}
+        layout_of = array("I", [numbers.setdefault(layout.body, len(numbers)) for layout in layouts])
+        return protocol.Acquired(found.positions, found.places, records, list(numbers), layout_of)
 
     def release(self, message: protocol.Release) -> None:
         """See `protocol.Release`."""
@@ -776,7 +771,7 @@ class Session:
             while len(self._listings) >= LISTING_LIMIT:
                 del self._listings[next(iter(self._listings))]
             listing = self._listings[message.listing] = self._store.keys()
-        found = [key for key, _ in zip(listing, range(KEYS_AT_A_TIME), strict=False)]
+        found = list(itertools.islice(listing, KEYS_AT_A_TIME))
         if not found:
             del self._listings[message.listing]
         return protocol.Listed(
