@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import run_in
+from engines import ROOT, engine_python, run_in
 
 import blockkv
 
@@ -35,22 +36,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(directory / name) for name in made}
 
 
+Devices = dict[str, str]
+
+
 @pytest.fixture
 def device(image_dir: Path) -> str:
-    path = image_dir / "store.img"
+    return formatted(image_dir / "store.img")
+
+
+@pytest.fixture
+def devices(image_dir: Path) -> Devices:
+    """One for each form, so that both are tried in the same processes."""
+    return {form: formatted(image_dir / f"{form}.img") for form in ("chunks", "whole")}
+
+
+def formatted(path: Path) -> str:
     blockkv.format(path, size="64MiB", average_chunk="64KiB")
     return str(path)
 
 
 def runs(*told: Run) -> list[Run]:
     """In one process, one after the other."""
-    found = run_in("llama_cpp", WORKERS / "llama_cpp_runs.py", json.dumps(told), XDG_CACHE_HOME=cache_home())
+    script, home = WORKERS / "llama_cpp_runs.py", str(Path(told[0]["model"]).parent)
+    found = run_in("llama_cpp", script, json.dumps(told), XDG_CACHE_HOME=home)
     assert isinstance(found, list)
     return found
-
-
-def cache_home() -> str:
-    return os.environ.get("BLOCKKV_TEST_CACHE", "/nonexistent")
 
 
 def sequence_run(model: str, device: str, **more: Any) -> Run:
@@ -82,7 +92,9 @@ VARIANTS: dict[str, Run] = {
 def test_another_process_restores_it_bit_by_bit(models: dict[str, str], device: str) -> None:
     """Of 600 tokens 512 are in whole chunks, 599 can be of use; all logits after 512 are the same bits."""
     told = [
-        sequence_run(models[one.get("model", "llama")], device, **{k: one[k] for k in one if k != "model"})
+        sequence_run(
+            models[one.get("model", "llama")], device, **{k: v for k, v in one.items() if k != "model"}
+        )
         for one in VARIANTS.values()
     ]
     saved = runs(*({**one, "save": True} for one in told))
@@ -110,37 +122,43 @@ def test_a_recurrent_state_is_restored_whole_or_not(models: dict[str, str], devi
     assert cut["restored"] == 0  # such a state has no beginning
 
 
-@pytest.mark.parametrize("form", ["chunks", "whole"])
-def test_prompts_share_what_they_begin_with(models: dict[str, str], device: str, form: str) -> None:
-    told = sequence_run(models["llama"], device, sharing=True, options={"form": form})
-    other = {**told, "differs_from": 300, "split": 256}
-    saved, reference = runs({**told, "save": True}, other)
-    loaded, again = runs({**other, "load": True, "save": True}, {**other, "load": True})
-    assert loaded["restored"] == (256 if form == "chunks" else 300)
-    assert loaded["tokens"] == reference["tokens"]
-    if form == "chunks":
-        assert loaded["logits"] == reference["logits"]
-        assert loaded["counters"]["chunks_saved"] == 2  # of four: the first two are there
-        assert again["restored"] == SPLIT
-    else:
-        assert again["restored"] == 599
-    assert again["tokens"] == reference["tokens"]
-    assert saved["counters"]["loads"] == 0
+def both_forms(models: dict[str, str], devices: Devices) -> list[Run]:
+    return [
+        sequence_run(models["llama"], device, sharing=True, options={"form": form})
+        for form, device in devices.items()
+    ]
 
 
-@pytest.mark.parametrize("form", ["chunks", "whole"])
-def test_a_flipped_byte_is_a_miss(models: dict[str, str], device: str, form: str) -> None:
-    told = sequence_run(models["llama"], device, sharing=True, options={"form": form})
-    (saved,) = runs({**told, "save": True})
-    flip_a_byte(device, 256 if form == "chunks" else 0)
-    (loaded,) = runs({**told, "load": True, "save": True})
-    assert loaded["restored"] == (256 if form == "chunks" else 0)
-    assert loaded["counters"]["load_misses"] == 1
-    assert loaded["stats"]["get_checksum_mismatch"] == 1
-    assert loaded["logits"] == saved["logits"]
-    assert loaded["tokens"] == saved["tokens"]
-    (again,) = runs({**told, "load": True})  # it was computed and stored anew
-    assert again["restored"] == (SPLIT if form == "chunks" else 599)
+def test_prompts_share_what_they_begin_with(models: dict[str, str], devices: Devices) -> None:
+    told = both_forms(models, devices)
+    others = [{**one, "differs_from": 300, "split": 256} for one in told]
+    *_, reference = runs(*({**one, "save": True} for one in told), others[0])
+    loading = [{**one, "load": True, "save": True} for one in others]
+    chunks, whole, chunks_again, whole_again = runs(*loading, *loading)
+    assert chunks["restored"] == 256
+    assert whole["restored"] == 300  # the whole of another one, cut
+    assert chunks["logits"] == reference["logits"]
+    assert chunks["counters"]["chunks_saved"] == 2  # of four: the first two are there
+    assert chunks_again["restored"] == SPLIT
+    assert whole_again["restored"] == 599
+    for one in (chunks, whole, chunks_again, whole_again):
+        assert one["tokens"] == reference["tokens"]
+
+
+def test_a_flipped_byte_is_a_miss(models: dict[str, str], devices: Devices) -> None:
+    told = both_forms(models, devices)
+    saved = runs(*({**one, "save": True} for one in told))
+    flip_a_byte(devices["chunks"], 256)
+    flip_a_byte(devices["whole"], 0)
+    loaded = runs(*({**one, "load": True, "save": True} for one in told))
+    again = runs(*({**one, "load": True} for one in told))
+    for before, after in zip(saved, loaded, strict=True):
+        assert after["restored"] == (256 if after["form"] == "chunks" else 0)
+        assert after["counters"]["load_misses"] == 1
+        assert after["stats"]["get_checksum_mismatch"] == 1
+        assert after["logits"] == before["logits"]
+        assert after["tokens"] == before["tokens"]
+    assert [one["restored"] for one in again] == [SPLIT, 599]  # it was computed and stored anew
 
 
 def flip_a_byte(device: str, tokens_before: int) -> None:
@@ -160,30 +178,27 @@ def flip_a_byte(device: str, tokens_before: int) -> None:
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-@pytest.mark.parametrize("form", ["chunks", "whole"])
-def test_what_differs_has_no_hits(models: dict[str, str], device: str, form: str) -> None:
-    told = sequence_run(models["llama"], device, sharing=True, options={"form": form})
-    others: dict[str, Run] = {
-        "model": {"model": models["other"]},
-        "K and V": {"llama": {"type_k": 0, "type_v": 0}},
-        "flash attention": {"llama": {"flash_attn": True}},
-        "RoPE": {"llama": {"rope_freq_base": 20000.0}},
-        "long context": {"llama": {"n_ctx": 9000}},
-        "tenant": {"options": {**told["options"], "salt": "somebody else"}},
-    }
-    (saved,) = runs({**told, "save": True})
-    assert saved["saved"]
-    loaded = runs(*({**told, **other, "load": True} for other in others.values()), {**told, "load": True})
-    assert [one["restored"] for one in loaded[:-1]] == [0] * len(others)
-    assert loaded[-1]["restored"]
-
-
-def test_a_copy_of_the_model_is_the_same_model(models: dict[str, str], device: str, tmp_path: Path) -> None:
-    told = sequence_run(models["llama"], device, sharing=True)
+def test_what_differs_has_no_hits(models: dict[str, str], devices: Devices, tmp_path: Path) -> None:
     shutil.copy(models["llama"], tmp_path / "elsewhere.gguf")
-    runs({**told, "save": True})
-    (loaded,) = runs({**told, "model": str(tmp_path / "elsewhere.gguf"), "load": True})
-    assert loaded["restored"] == SPLIT
+    told = both_forms(models, devices)
+    others: list[Run] = [
+        {"model": models["other"]},
+        {"llama": {"type_k": 0, "type_v": 0}},
+        {"llama": {"flash_attn": True}},
+        {"llama": {"rope_freq_base": 20000.0}},
+        {"llama": {"n_ctx": 9000}},  # longer than it was trained on
+        {"options": {"salt": "another tenant"}},
+    ]
+    loading = [
+        {**one, **other, "load": True, "options": {**one["options"], **other.get("options", {})}}
+        for one in told
+        for other in others
+    ]
+    same = [{**one, "load": True, "model": str(tmp_path / "elsewhere.gguf")} for one in told]
+    saved = runs(*({**one, "save": True} for one in told))
+    assert all(one["saved"] for one in saved)
+    loaded = runs(*loading, *same)
+    assert [one["restored"] for one in loaded] == [0] * len(loading) + [SPLIT, 599]
 
 
 def test_contexts_that_llama_cpp_would_not_survive_are_refused(models: dict[str, str], device: str) -> None:
@@ -218,32 +233,36 @@ def test_a_device_that_stalls_is_a_miss_after_the_deadline(models: dict[str, str
     assert found["again"]["restored"] == SPLIT
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_completions_go_on_from_what_is_stored(models: dict[str, str], device: str, sharing: bool) -> None:
-    """The second prompt goes on from the first answer, in a context of its own: a conversation."""
-    told = {
-        "kind": "cache",
-        "model": models["llama"],
-        "device": device,
-        "sharing": sharing,
-        "prompts": [PROMPT, PROMPT + " Winston"],
-        "fresh": True,
-        "options": {"chunk_tokens": CHUNK_TOKENS},
-    }
-    (first,) = runs(told)
-    (second,) = runs({**told, "attach": False})  # by set_cache alone
-    assert first["cache_is_gone"]
-    for before, after in zip(first["completions"], second["completions"], strict=True):
-        assert after["tokens"] == before["tokens"]
-        assert after["text"] == before["text"]
-    was, conversation = first["completions"]
-    again = second["completions"][0]
-    assert was["counters"]["tokens_loaded"] == 0
-    prompt_tokens = was["prompt_tokens"]
-    whole = prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS
-    assert conversation["counters"]["tokens_loaded"] == (whole if sharing else prompt_tokens)
-    assert again["counters"]["tokens_loaded"] == (whole if sharing else prompt_tokens - 1)
-    assert again["size"] > 0
+def test_completions_go_on_from_what_is_stored(models: dict[str, str], devices: Devices) -> None:
+    """The second prompt goes on from the first one, in a context of its own: a conversation."""
+    told = [
+        {
+            "kind": "cache",
+            "model": models["llama"],
+            "device": device,
+            "sharing": form == "chunks",
+            "prompts": [PROMPT, PROMPT + " Winston"],
+            "fresh": True,
+            "options": {"chunk_tokens": CHUNK_TOKENS},
+        }
+        for form, device in devices.items()
+    ]
+    first = runs(*told)
+    second = runs(*({**one, "attach": False} for one in told))  # by set_cache alone
+    assert all(one["cache_is_gone"] for one in first)
+    count = first[0]["completions"][0]["prompt_tokens"]
+    whole_chunks = count // CHUNK_TOKENS * CHUNK_TOKENS
+    for one, other, expected in zip(
+        first, second, ((whole_chunks, whole_chunks), (count, count - 1)), strict=True
+    ):
+        for before, after in zip(one["completions"], other["completions"], strict=True):
+            assert after["tokens"] == before["tokens"]
+            assert after["text"] == before["text"]
+        was, conversation = one["completions"]
+        again = other["completions"][0]
+        assert was["counters"]["tokens_loaded"] == 0
+        assert (conversation["counters"]["tokens_loaded"], again["counters"]["tokens_loaded"]) == expected
+        assert again["size"] > 0
 
 
 def test_slot_files_come_and_go(models: dict[str, str], device: str, tmp_path: Path) -> None:
@@ -279,6 +298,47 @@ def test_slot_files_come_and_go(models: dict[str, str], device: str, tmp_path: P
     assert "trusted" in imported[6]["message"]
     assert "weights" in imported[7]["message"]
     assert "dtype" in imported[8]["message"]
+
+
+def test_the_digest_is_of_every_byte_and_computed_once(models: dict[str, str], tmp_path: Path) -> None:
+    for name in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
+        shutil.copy(models["llama"], tmp_path / name)
+    told = {"kind": "digest", "model": str(tmp_path / "m-00001-of-00002.gguf")}
+    (first,) = runs(told)
+    assert first["computed"] == 2
+    other = tmp_path / "m-00002-of-00002.gguf"
+    content = bytearray(other.read_bytes())
+    content[-1] ^= 1
+    other.write_bytes(content)
+    again, once_more = runs(told, told)
+    assert again["computed"] == 1
+    assert again["digest"] != first["digest"]
+    assert once_more == {"digest": again["digest"], "computed": 0}
+
+
+def test_the_example_computes_a_prompt_once(models: dict[str, str], tmp_path: Path) -> None:
+    device = tmp_path / "kv.img"
+    with device.open("wb") as file:
+        file.truncate(64 << 20)
+    said = [
+        run_example("examples/llama_cpp_cache.py", models["llama"], str(device), PROMPT) for _ in range(2)
+    ]
+    assert said[0][0] == said[1][0]
+    assert said[0][-1].startswith("0 of 616 tokens")
+    assert said[1][-1].startswith("512 of 616 tokens")
+
+
+def run_example(script: str, *arguments: str) -> list[str]:
+    done = subprocess.run(
+        [engine_python("llama_cpp"), ROOT / script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(Path(arguments[1]).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_a_damaged_slot_file_is_refused(models: dict[str, str], device: str, tmp_path: Path) -> None:

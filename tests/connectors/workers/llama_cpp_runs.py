@@ -21,6 +21,7 @@ from blockkv.connectors.llama_cpp import (
     Context,
     Sequences,
     export_slot,
+    fingerprint,
     import_slot,
     sharing_context,
 )
@@ -186,11 +187,28 @@ def with_slots(told: dict[str, Any], store: Any) -> dict[str, Any]:
     return found
 
 
+def with_digest(told: dict[str, Any]) -> dict[str, Any]:
+    computed = 0
+    compute = fingerprint._digest
+
+    def counted(descriptor: int, size_bytes: int) -> str:
+        nonlocal computed
+        computed += 1
+        return compute(descriptor, size_bytes)
+
+    fingerprint._digest = counted
+    digest = fingerprint.model_digest(told["model"])
+    fingerprint._digest = compute
+    return {"digest": digest, "computed": computed}
+
+
 def run(told: dict[str, Any]) -> dict[str, Any]:
-    """`kind`: sequences, cache, slots, stall; what they need is in `told`. An error is told, too."""
+    """`kind`: sequences, cache, slots, stall, digest; what they need is in `told`. An error is told, too."""
     try:
         if told["kind"] == "stall":
             return with_stall(told)
+        if told["kind"] == "digest":
+            return with_digest(told)
         with blockkv.open(told["device"]) as store:
             kinds = {"sequences": with_sequences, "cache": with_cache, "slots": with_slots}
             return kinds[told["kind"]](told, store)
