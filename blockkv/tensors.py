@@ -10,6 +10,7 @@ device, checksums (`blockkv.store`, the engine).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import operator
@@ -448,6 +449,35 @@ def allocate(layouts: Sequence[Layout]) -> tuple[list[Any], Pieces]:
             counts.extend([len(pieces)] * count)
             keepalive += [memory] * count
     return values, Pieces(layouts, [layout.payload_bytes for layout in layouts], segments, counts, keepalive)
+
+
+def bytes_of(value: Any) -> memoryview:
+    """The bytes of contiguous CPU memory, a tensor or a bytes-like object. Raises InvalidArgument."""
+    if not _is_tensor(value):
+        return _byte_view(value)
+    if value.device.type != "cpu" or not value.is_contiguous() or not value.nbytes:
+        raise InvalidArgument(f"a contiguous CPU tensor is expected, not {value.shape} on {value.device}")
+    memory = (ctypes.c_char * value.nbytes).from_address(value.data_ptr())
+    memory.keepalive = value  # as long as there is any view of it
+    return memoryview(memory).cast("B")
+
+
+def values_over(payload: memoryview, layout: Layout) -> Any:
+    """The tensors of a payload, in their form, in its memory; copies of those that lie unaligned there."""
+    content = _tensor_over(payload)
+    tensors, start = [], 0
+    for spec in layout.specs:
+        piece = content[start : start + spec.size_bytes]
+        dtype = torch_dtype(spec.dtype)
+        if piece.data_ptr() % dtype.itemsize or start % dtype.itemsize:
+            piece = piece.clone()
+        tensors.append(piece.view(dtype).view(spec.shape))
+        start += spec.size_bytes
+    if layout.form == "tensor":
+        return tensors[0]
+    if layout.form == "list":
+        return tensors
+    return dict(zip([spec.name for spec in layout.specs], tensors, strict=True))
 
 
 def torch_memory(size_bytes: int) -> torch.Tensor:

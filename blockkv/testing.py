@@ -123,6 +123,9 @@ class RecordingDevice(Device):
     def unregister(self, handle: int) -> None:
         self._device.unregister(handle)
 
+    def open_reader(self) -> int:
+        return self._device.open_reader()
+
     def counters(self) -> dict[str, int]:
         return self._device.counters()
 

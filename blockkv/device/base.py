@@ -31,7 +31,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from blockkv.errors import DeviceError, DeviceLost, StoreClosed
+from blockkv.errors import DeviceError, DeviceLost, InvalidArgument, StoreClosed
 
 UNIT_BYTES = 4096
 """Allocation unit and metadata page size. Every LBA size in use (512, 4096) divides it."""
@@ -241,6 +241,13 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for what is in flight, then release everything. Idempotent."""
+
+    def open_reader(self) -> int:
+        """A descriptor of what this is on, for others, who close it: open for reading alone, with O_DIRECT.
+
+        Raises InvalidArgument where there is none, DeviceError where it cannot be had.
+        """
+        raise InvalidArgument(f"{self.path} is no device that others could read")
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Read metadata: whole units. Raises DeviceError."""

@@ -274,6 +274,18 @@ class NativeDevice(Device):
             self.is_shared = True
             return fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 0)
 
+    def open_reader(self) -> int:
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            try:
+                # Not by its path, which may lead elsewhere by now.
+                return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError as error:
+                what = os.strerror(error.errno or 0)
+                raise DeviceError(f"{self.path} cannot be opened once more: {what}", error.errno) from error
+
     def close(self) -> None:
         """Wait for what is in flight and for its callbacks, then release everything. Idempotent.
 

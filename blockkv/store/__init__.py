@@ -4,6 +4,7 @@ from blockkv.store.array_open import open_any
 from blockkv.store.array_store import ArrayStore
 from blockkv.store.check import CheckReport
 from blockkv.store.create import format_device, parse_size
+from blockkv.store.extents import ChunkExtents, DeviceExtent
 from blockkv.store.finding import Finding
 from blockkv.store.growing import GrowingChunk
 from blockkv.store.latencies import Latency
@@ -15,7 +16,9 @@ __all__ = [
     "ArrayStore",
     "Change",
     "CheckReport",
+    "ChunkExtents",
     "ChunkInfo",
+    "DeviceExtent",
     "Finding",
     "GrowingChunk",
     "Latency",

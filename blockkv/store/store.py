@@ -64,6 +64,7 @@ from blockkv.store.check import CheckReport, check_store
 from blockkv.store.create import superblock_facts
 from blockkv.store.data_path import DataPath, Options
 from blockkv.store.discards import DEFAULT_BYTES_PER_S as DEFAULT_DISCARD_BYTES_PER_S
+from blockkv.store.extents import ChunkExtents
 from blockkv.store.finding import Finding
 from blockkv.store.gets import GetRun
 from blockkv.store.growing import GrowingChunk, Guard, reserve
@@ -74,14 +75,14 @@ from blockkv.store.keys import Key, encode_key, encode_keys
 from blockkv.store.latencies import Latencies, Latency
 from blockkv.store.log import write_superblock
 from blockkv.store.numbers import is_number
-from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, lease
+from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, lease, release
 from blockkv.store.preloads import Preloads
 from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.staging import Staging
 from blockkv.store.state import GROWING, State
-from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamPool
+from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamPool, is_whole
 from blockkv.store.watch import Watch
 from blockkv.tensors import Occupied, Tensors, describe
 
@@ -594,6 +595,21 @@ class Store:
             preload,
             in_hand,
         )
+
+    def extents(self, key: Key) -> ChunkExtents | None:
+        """Where a chunk lies, for whoever moves its bytes himself; None for a miss. See `ChunkExtents`.
+
+        The chunk is leased until that is closed. One that grows is a miss. Raises InvalidArgument (the
+        simulated device has no descriptor), DeviceError, StoreClosed.
+        """
+        with self._operation():
+            (chunk,) = self._lease_chunks([key_digest(encode_key(key))])
+            if chunk is None:
+                return None
+            if not is_whole(chunk):
+                release([chunk])
+                return None
+            return ChunkExtents(self, key, chunk)
 
     # -- the catalog -----------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from blockkv.store.part_gets import ChunkSource, Leased, PartBatch, PartRead, by
 from blockkv.store.part_plan import PartPlan
 from blockkv.tensors import TENSOR_ALIGNMENT_BYTES, Described
 
-__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream", "StreamPool", "Taken"]
+__all__ = ["DEFAULT_LOOKAHEAD_BYTES", "Into", "PartStream", "StreamPool", "Taken", "is_whole"]
 
 DEFAULT_LOOKAHEAD_BYTES = 64 << 20
 """What a drive of 7 GB/s delivers in 9 ms: more than a queue of 32 MiB, so that it never runs empty."""
@@ -247,7 +247,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         pieces = _pieces(layout, part, self._axes)
         pool.start()
         found = source._lease_chunks(digests)
-        self._chunks = list(itertools.takewhile(_is_whole, found))  # type: ignore[arg-type]
+        self._chunks = list(itertools.takewhile(is_whole, found))  # type: ignore[arg-type]
         release(found[len(self._chunks) :])
         self._valid_keys = len(self._chunks)
         try:
@@ -611,7 +611,7 @@ class PartStream(Iterator[tuple[Any, list[Any]]]):
         ]
 
 
-def _is_whole(chunk: Leased | None) -> bool:
+def is_whole(chunk: Leased | None) -> bool:
     """Whether it is there, and not growing: a lease as long as a stream would hold up durable appends."""
     return chunk is not None and not chunk.state.grows(chunk.entry.digest)
 

@@ -83,7 +83,10 @@ VARIANTS: dict[str, Run] = {
         "llama": {"type_k": 8, "type_v": 8, "flash_attn": True},
     },
     "whole": {},
-    "whole, in a context of several sequences": {"sharing": True, "options": {"form": "whole"}},
+    "whole, in a context of several sequences": {
+        "sharing": True,
+        "options": {"form": "whole", "chunk_tokens": CHUNK_TOKENS},
+    },
     "chunks, sliding windows": {"model": "gemma3", "sharing": True, "llama": {"swa_full": True}},
     "whole, sliding windows": {"model": "gemma3", "llama": {"swa_full": False}},
 }
@@ -92,9 +95,7 @@ VARIANTS: dict[str, Run] = {
 def test_another_process_restores_it_bit_by_bit(models: dict[str, str], device: str) -> None:
     """Of 600 tokens 512 are in whole chunks, 599 can be of use; all logits after 512 are the same bits."""
     told = [
-        sequence_run(
-            models[one.get("model", "llama")], device, **{k: v for k, v in one.items() if k != "model"}
-        )
+        sequence_run(models["llama"], device) | one | {"model": models[one.get("model", "llama")]}
         for one in VARIANTS.values()
     ]
     saved = runs(*({**one, "save": True} for one in told))
