@@ -70,6 +70,8 @@ SHARE_OF_PRIMARY = 4
 """Stores may hold on to one in so many rows of the primary tier, where `max_store_bytes` says nothing."""
 FINGERPRINT_PATIENCE_S = 10.0
 """How long the start waits for the fingerprint of the weights; it goes on in the background."""
+SHUTDOWN_PATIENCE_S = 5.0
+"""How long stores that wait are given when the engine ends."""
 SWEEP_EVERY_S = 1.0
 """How often leases are looked through and the store is asked for its counters."""
 REPEAT_MESSAGE_S = 60.0
@@ -435,12 +437,14 @@ class BlockKVTier(SecondaryTierManager):
             self._name_family()
 
     def shutdown(self) -> None:
-        """End what is under way and close the store.
+        """Give what waits a few seconds to be stored, end the rest and close the store.
 
         Raises RuntimeError where the device does not answer: the primary tier's memory must stay then.
         """
         if self._shut:
             return
+        if not self._jobs.stalled:
+            self._jobs.drain(SHUTDOWN_PATIENCE_S)
         if not self._jobs.close():
             raise RuntimeError(
                 f"blockkv: {self._device_label} does not answer, and may still write to memory"

@@ -79,22 +79,22 @@ class _CopyingWorker(OffloadingWorker):
         self._pages, self._rows = [], []
         self._region.cleanup()
 
-    def _copy(self, job_id: int, blocks: Any, chunks: Any, *, to_cache: bool) -> bool:
+    def _copy(self, job_id: int, pages: Any, rows: Any, *, to_cache: bool) -> bool:
         """Blocks lie group by group; the first of a group may be in the middle of its chunk."""
-        moved, block, chunk = 0, 0, 0
-        for refs, count, first in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
+        moved, page_at, row_at = 0, 0, 0
+        for refs, count, first in zip(self._groups, pages.group_sizes, pages.block_indices, strict=True):
             skipped = first % self._blocks_per_chunk
             for number in range(skipped, skipped + count):
-                row = int(chunks.block_ids[chunk + number // self._blocks_per_chunk])
+                row = int(rows.block_ids[row_at + number // self._blocks_per_chunk])
                 place = number % self._blocks_per_chunk
                 for ref in refs:
-                    page = self._pages[ref.tensor_idx][int(blocks.block_ids[block + number - skipped])]
+                    page = self._pages[ref.tensor_idx][int(pages.block_ids[page_at + number - skipped])]
                     cell = self._rows[ref.tensor_idx][row].view(self._blocks_per_chunk, -1)[place]
                     target, source = (page, cell) if to_cache else (cell, page)
                     target.view(-1)[: ref.page_size_bytes].copy_(source.view(-1)[: ref.page_size_bytes])
                     moved += ref.page_size_bytes
-            block += count
+            page_at += count
             if count:
-                chunk += -(-(skipped + count) // self._blocks_per_chunk)
+                row_at += -(-(skipped + count) // self._blocks_per_chunk)
         self._finished.append(TransferResult(job_id, True, moved, 0.0))
         return True

@@ -172,6 +172,22 @@ def test_a_saturated_tier_drops_and_the_engine_lives(runs: dict[str, Future[Foun
     assert after["blockkv_stores_dropped"] > before["blockkv_stores_dropped"]
 
 
+def test_the_example_runs(runs: dict[str, Future[Found]]) -> None:
+    for run in runs.values():
+        run.exception()
+    done = subprocess.run(
+        [engine_python("vllm"), ROOT / "examples" / "vllm_tier.py"],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "first process: 0 of 300 tokens" in done.stdout
+    assert "second process: 288 of 300 tokens" in done.stdout
+
+
 def test_another_dtype_finds_nothing(runs: dict[str, Future[Found]]) -> None:
     other = runs["other"].result()
     assert other["first"]["cached"] == 0
