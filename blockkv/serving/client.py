@@ -59,6 +59,7 @@ from blockkv.store.growing import GrowingChunk
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keeping import Stay
 from blockkv.store.keys import Key, encode_key
+from blockkv.store.latencies import Latencies
 from blockkv.store.part_gets import Leased, lease
 from blockkv.store.preloads import Preloads
 from blockkv.store.scrub import ScrubReport
@@ -144,6 +145,7 @@ class ClientStore(Store):
         self._active_count = 0
         self._inside = threading.local()
         self._closed = ""
+        self._latencies = Latencies()
         self._executor = None
         self._preloads = Preloads()
         self._stream_pool = StreamPool(self._go_inside)

@@ -3,44 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from serving_tools import OwnerProcess, formatted
-
-import blockkv
-from blockkv.serving.owner import Owner
-
-
-class Serves:
-    """Starts owners in this process; `path` of each is its socket."""
-
-    def __init__(self, images: Path, sockets: Path) -> None:
-        self._images = images
-        self._sockets = sockets
-        self._threads: dict[Owner, threading.Thread] = {}
-        self._count = 0
-
-    def __call__(self, size: str = "64MiB", device: Path | None = None, **options: Any) -> Owner:
-        path = device or formatted(self._images / f"{self._count}.img", size)
-        owner = Owner(blockkv.open(path, **options), self._sockets / f"{self._count}.sock")
-        self._count += 1
-        self._threads[owner] = threading.Thread(target=owner.serve)
-        self._threads[owner].start()
-        return owner
-
-    def end(self, owner: Owner) -> None:
-        """As SIGTERM does."""
-        owner.stop()
-        self._threads.pop(owner).join()
-        owner.close()
-
-    def end_all(self) -> None:
-        for owner in list(self._threads):
-            self.end(owner)
+from serving_tools import OwnerProcess, Serves, formatted
 
 
 @pytest.fixture

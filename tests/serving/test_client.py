@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Serves
+from serving_tools import Serves
 
 import blockkv
 from blockkv import KVLayout, Part
