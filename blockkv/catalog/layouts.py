@@ -27,6 +27,25 @@ _MAX_DIMS = 64
 """Of one tensor, in an image; torch itself stops there in most operations."""
 
 
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Of the dtypes that every torch has. Who only needs sizes, as the owner of a catalog, needs no torch."""
+
+
 @cache
 def _torch_dtypes() -> dict[str, torch.dtype]:
     import torch
@@ -56,7 +75,8 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         """Of its elements, one after the other."""
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+        item_bytes = ITEM_BYTES.get(self.dtype)
+        return math.prod(self.shape) * (item_bytes or torch_dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True)

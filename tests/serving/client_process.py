@@ -32,7 +32,7 @@ def hold(store: blockkv.Store, *keys: str) -> None:
 
 
 def write(store: blockkv.Store, count: str, size_bytes: str) -> None:
-    """Put chunks without end, from one thread each."""
+    """Put chunks, from one thread each."""
 
     def put(number: int) -> None:
         store.put(f"torn/{number}", content(number, int(size_bytes)))
@@ -67,4 +67,6 @@ def obey(store: blockkv.Store) -> None:
 
 if __name__ == "__main__":
     socket, what, *words = sys.argv[1:]
-    {"hold": hold, "write": write, "obey": obey}[what](blockkv.open(socket), *words)
+    engine = words.pop() if words and words[-1] in ("io_uring", "threads") else "auto"
+    client = blockkv.open(socket, engine=engine)  # type: ignore[arg-type]
+    {"hold": hold, "write": write, "obey": obey}[what](client, *words)
