@@ -93,7 +93,7 @@ VARIANTS: dict[str, Run] = {
 
 
 def test_another_process_restores_it_bit_by_bit(models: dict[str, str], device: str) -> None:
-    """Of 600 tokens 512 are in whole chunks, 599 can be of use; all logits after 512 are the same bits."""
+    """Of 600 tokens 512 are in whole chunks, and 599 can be of use; the logits after 512 are equal."""
     told = [
         sequence_run(models["llama"], device) | one | {"model": models[one.get("model", "llama")]}
         for one in VARIANTS.values()
