@@ -6,13 +6,15 @@ server, and what moves pages between the pools and a GPU, need one.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import run_in
+from engines import ROOT, engine_python, run_in
 
 WORKER = Path(__file__).parent / "workers" / "sglang_hicache.py"
 CHECKS = re.findall(r"^@check\ndef (\w+)", WORKER.read_text(), re.MULTILINE)
@@ -46,3 +48,25 @@ def test_it(outcomes: Any, name: str) -> None:
 def test_every_check_ran(outcomes: Any) -> None:
     assert set(outcomes) == set(CHECKS)
     assert len(CHECKS) >= 15
+
+
+def test_the_example_runs() -> None:
+    done = subprocess.run(
+        [engine_python("sglang"), ROOT / "examples" / "sglang_hicache.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "9 of 10 pages found and loaded, equal to what was stored" in done.stdout
+
+
+def test_the_page_says_what_there_is() -> None:
+    """Every option is in the table of docs/connectors/sglang.md."""
+    source = (ROOT / "blockkv" / "connectors" / "sglang.py").read_text()
+    page = (ROOT / "docs" / "connectors" / "sglang.md").read_text()
+    names = re.findall(r'^    "(\w+)": ', source[source.index("OPTIONS: dict") :].partition("}")[0], re.M)
+    assert len(names) >= 12
+    assert [name for name in names if f"`{name}`" not in page] == []

@@ -1,10 +1,10 @@
 """A connector beside the disk tier that its engine comes with: the same caches, one device, in turn.
 
-The device is divided: a partition for the store, and one with ext4 for files. In each round every contestant
-has its turn, in an order that changes: it stores a set of caches, makes sure of it (fsync, or a durable
-commit), loads it from the device with nothing of it in the page cache, and loads it again. The first round is
-not counted. With a memory limit the same is done once more, by a process that may not use more than that, page
-cache included.
+The device is divided: a partition for the store, and one with ext4 for files. In each round every
+contestant has its turn, in an order that changes: it stores a set of caches, makes sure of it (fsync, or a
+durable commit), loads it from the device with nothing of it in the page cache, and loads it again. The
+first round is not counted. With a memory limit the same is done once more, by a process that may not use
+more than that, page cache included.
 
 A virtual machine may have to get memory from its host when it is touched for the first time, which takes
 longer than reading into it. Before what is timed as much memory as a set takes is therefore touched and let

@@ -7,8 +7,8 @@
 
 `tools/engines sglang` makes that Python. A host pool of SGLang on the CPU, by default of the geometry of
 Llama 3.1 8B in 16 bits, is backed up and prefetched by SGLang's own controller: `_page_backup`,
-`_storage_hit_query` and `_page_transfer`, in batches of 128 pages. Ours has the interface v1; the file backend
-has v0, and a file for each page.
+`_storage_hit_query` and `_page_transfer`, in batches of 128 pages. Ours has the interface v1; the file
+backend has v0, and a file for each page.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
     tools/connector_bench/transformers.py --disk /var/tmp --json    on a loop device over a file
     tools/connector_bench/transformers.py /dev/nvme0n1 --force      EVERYTHING ON IT IS DESTROYED
 
-A cache of --tokens tokens, by default of the geometry of Llama 3.1 8B in 16 bits, is saved with `save_cache`
-and loaded with `load_prefix`; with `torch.save` and `torch.load`; with `safetensors.torch.save_file` and
-`load_file`. Each load gives a DynamicCache. That somebody has to name the files, and that a longer prompt finds
-nothing in them, is not measured.
+A cache of --tokens tokens, by default of the geometry of Llama 3.1 8B in 16 bits, is saved with
+`save_cache` and loaded with `load_prefix`; with `torch.save` and `torch.load`; with
+`safetensors.torch.save_file` and `load_file`. Each load gives a DynamicCache. That somebody has to name
+the files, and that a longer prompt finds nothing in them, is not measured.
 """
 
 from __future__ import annotations
