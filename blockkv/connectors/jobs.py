@@ -37,8 +37,10 @@ from blockkv.errors import BatchError, BlockKVError, InvalidArgument
 
 __all__ = ["BackgroundJobs", "Outcome"]
 
-PIECE_BYTES = 8 << 20
-"""How much of a job one thread does at a time: one piece is copied while another one is read."""
+STAGED_PIECE_BYTES = 8 << 20
+"""How much of a job a thread loads at a time where it is copied: one piece is, while another one is read."""
+PIECE_BYTES = 32 << 20
+"""How much of it where nothing is copied: enough for registered memory and few wake-ups to pay."""
 DEFAULT_MAX_STORE_BYTES = 1 << 30
 
 log = logging.getLogger(__name__)
@@ -140,6 +142,8 @@ class BackgroundJobs:
         """Not told yet, by `finished` or by calling `ended`."""
         self._store_bytes = 0
         self._overdue = 0
+        self._watching_until_ns = 0
+        """When deadlines are looked at next by themselves; 0: not at all."""
         self._closing = False
         self.counters = dict.fromkeys(
             ("loads", "loads_late", "load_misses", "stores", "stores_late", "stores_dropped"), 0
@@ -242,15 +246,15 @@ class BackgroundJobs:
                 job.reason = f"stores of {self._store_bytes} bytes are waiting already"
                 self.counters["stores_dropped"] += len(keys)
             else:
-                pieces = _pieces(job)
+                pieces = _pieces(job, STAGED_PIECE_BYTES if is_load and self._staged else PIECE_BYTES)
                 job.pieces_left = len(pieces)
                 self._queues[is_load].extend(pieces)
                 if not is_load:
                     job.admitted_bytes = size_bytes
                     self._store_bytes += size_bytes
                 self._work[is_load].notify(len(pieces))
-                if job.deadline_ns:
-                    self._watched.notify()
+                if job.deadline_ns and not 0 < self._watching_until_ns <= job.deadline_ns:
+                    self._watched.notify()  # not for every job: there may be hundreds, which it looks through
             if not job.pieces_left:
                 self._end(job)
         self._tell()
@@ -272,7 +276,7 @@ class BackgroundJobs:
                     self._store_piece(piece)
                 elif self._staged:
                     if arena is None or arena.nbytes < piece.size_bytes:
-                        arena = blockkv.empty(max(PIECE_BYTES, piece.size_bytes), torch.uint8)
+                        arena = blockkv.empty(max(STAGED_PIECE_BYTES, piece.size_bytes), torch.uint8)
                     self._load_staged(piece, arena)
                 else:
                     self._load_direct(piece)
@@ -422,7 +426,7 @@ class BackgroundJobs:
                 for job in late:
                     self._expire(job)
                 if not late:
-                    ahead_ns = min((job.deadline_ns for job in due), default=0)
+                    self._watching_until_ns = ahead_ns = min((job.deadline_ns for job in due), default=0)
                     self._watched.wait((ahead_ns - now_ns) / 1e9 if ahead_ns else None)
             self._tell()
 
@@ -439,12 +443,12 @@ class BackgroundJobs:
             self._end(job)
 
 
-def _pieces(job: _Job) -> list[_Piece]:
+def _pieces(job: _Job, most_bytes: int) -> list[_Piece]:
     pieces: list[_Piece] = []
     first, size_bytes = 0, 0
     for position, buffer in enumerate(job.buffers):
         size = _aligned(buffer.nbytes)
-        if size_bytes and size_bytes + size > PIECE_BYTES:
+        if size_bytes and size_bytes + size > most_bytes:
             pieces.append(_Piece(job, first, position, size_bytes))
             first, size_bytes = position, 0
         size_bytes += size
