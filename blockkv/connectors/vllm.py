@@ -10,8 +10,9 @@
 See docs/connectors/vllm.md. vLLM 0.28 to 0.33.
 
 Invariants
-  * no method waits for the device: look-ups are answered from the store's index, all else goes to the
-    background. `drain_jobs` and `shutdown` wait, as they are meant to;
+  * no method waits for the device: look-ups are answered from the store's index (where another process has
+    it, they are RETRY until it has answered), all else goes to the background. `drain_jobs` and `shutdown`
+    wait, as they are meant to;
   * each job is reported exactly once, and from then on nothing here touches its rows of the primary tier;
   * between a hit and its load the chunk is pinned, so that it is not evicted; the pin is given back after the
     load, when the request has finished, or after `lease_s`;
@@ -55,6 +56,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import blockkv
 from blockkv.connectors.jobs import BackgroundJobs, Outcome
+from blockkv.connectors.leases import Found, Lease, Leases
 from blockkv.connectors.memory import tensor_of
 from blockkv.connectors.weights import fingerprint, weight_files
 from blockkv.errors import BlockKVError, DeviceError, InvalidArgument, NotFormatted
@@ -187,22 +189,11 @@ def family_of(config: Any, row_bytes: int, weights: str, salt: str = "") -> bloc
 
 
 @dataclass(slots=True)
-class _Lease:
-    """A chunk that is pinned, because it was hit."""
-
-    key: Any
-    name: str
-    until_s: float = 0
-    requests: set[str] = field(default_factory=set)
-    loads: int = 0
-
-
-@dataclass(slots=True)
 class _Job:
     keys: list[Any]
     is_load: bool
-    leases: list[_Lease] = field(default_factory=list)
-    """Those that were there when the load began."""
+    leases: Sequence[Lease] = ()
+    """Of a load, those that were there when it began."""
 
 
 COUNTED = {
@@ -235,6 +226,7 @@ GAUGES = {
     "stalled": "1 while the device holds something that is past its deadline.",
 }
 PREFIX = "vllm:kv_offload_blockkv_"
+ANSWERS = {Found.YES: LookupResult.HIT, Found.NO: LookupResult.MISS, Found.LATER: LookupResult.RETRY}
 
 
 class BlockKVTier(SecondaryTierManager):
@@ -261,7 +253,6 @@ class BlockKVTier(SecondaryTierManager):
 
         self._jobs_in: dict[int, _Job] = {}
         self._refused: list[JobResult] = []
-        self._leases: dict[Any, _Lease] = {}
         self._failed: set[Any] = set()
         self._sweep_due_s = 0.0
         self._counters = dict.fromkeys(COUNTED, 0)
@@ -287,6 +278,7 @@ class BlockKVTier(SecondaryTierManager):
             self._watch: blockkv.Watch | None = None
             if chosen.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
                 self._watch = self._held.enter_context(self._store.watch())
+            self._leases = Leases(self._store, chosen.lease_s)
             self._errands = _Errands(self._messages_once)
             self._jobs = BackgroundJobs(
                 self._store,
@@ -324,19 +316,16 @@ class BlockKVTier(SecondaryTierManager):
         if key in self._failed:
             return LookupResult.MISS
         try:
-            found = self._lease(key, f"{family}/{key.hex()}", req_context.req_id)
+            return ANSWERS[self._leases.find(f"{family}/{key.hex()}", req_context.req_id)]
         except BlockKVError as error:
             self._messages_once("look-ups fail", error)
-            found = False
-        return LookupResult.HIT if found else LookupResult.MISS
+            return LookupResult.MISS
 
     def submit_load(self, job_metadata: Any) -> None:
         """Fill the rows in the background."""
         keys, rows = self._take(job_metadata)
         names = [f"{self._family}/{key.hex()}" for key in keys]
-        leases = [self._leases[key] for key in keys if key in self._leases]
-        for lease in leases:
-            lease.loads += 1
+        leases = self._leases.begin_load(names)
         self._jobs_in[job_metadata.job_id] = _Job(keys, is_load=True, leases=leases)
         self._jobs.submit_load(job_metadata.job_id, names, rows)
 
@@ -387,10 +376,7 @@ class BlockKVTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         """Give back what was hit for it and is not being loaded."""
-        for lease in [one for one in self._leases.values() if req_context.req_id in one.requests]:
-            lease.requests.discard(req_context.req_id)
-            if not lease.requests and not lease.loads:
-                self._release(lease)
+        self._leases.end_request(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
         """Once in a while: give back old leases, look at the store's counters."""
@@ -398,9 +384,8 @@ class BlockKVTier(SecondaryTierManager):
         if now_s < self._sweep_due_s:
             return
         self._sweep_due_s = now_s + SWEEP_EVERY_S
-        for lease in [one for one in self._leases.values() if one.until_s < now_s and not one.loads]:
-            self._counters["leases_expired"] += 1
-            self._release(lease)
+        self._leases.sweep()
+        self._counters["leases_expired"] = self._leases.expired
         self._errands.run("stats", self._look_at_store)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -430,8 +415,7 @@ class BlockKVTier(SecondaryTierManager):
         """Wait until every job has ended: called to reset the primary tier."""
         self._jobs.drain()
         if self._options.weights_change:
-            for lease in [one for one in self._leases.values() if not one.loads]:
-                self._release(lease)
+            self._leases.release_all()
             self._failed.clear()
             self._resets += 1
             self._name_family()
@@ -450,6 +434,7 @@ class BlockKVTier(SecondaryTierManager):
                 f"blockkv: {self._device_label} does not answer, and may still write to memory"
             )
         self._errands.close()
+        self._leases.close()
         self._shut = True
         self._held.close()
         self._rows = torch.empty(0)
@@ -536,32 +521,9 @@ class BlockKVTier(SecondaryTierManager):
             rows = job_metadata.block_ids  # vLLM 0.28
         return list(job_metadata.keys), [self._rows[int(one)] for one in rows]
 
-    def _lease(self, key: Any, name: str, request: str) -> bool:
-        lease = self._leases.get(key)
-        if lease is not None:
-            if not self._store.contains(name):
-                return False
-        elif not self._store.pin(name):
-            return False
-        else:
-            lease = self._leases[key] = _Lease(key, name)
-        lease.until_s = time.monotonic() + self._options.lease_s
-        lease.requests.add(request)
-        return True
-
-    def _release(self, lease: _Lease) -> None:
-        del self._leases[lease.key]
-        try:
-            self._store.unpin(lease.name)
-        except BlockKVError as error:
-            self._messages_once("pins cannot be given back", error)
-
     def _load_ended(self, job: _Job, outcome: Outcome) -> None:
         self._failed.update(key for key, landed in zip(job.keys, outcome.done, strict=True) if not landed)
-        for lease in job.leases:
-            lease.loads -= 1
-            if not lease.loads:
-                self._release(lease)
+        self._leases.end_load(job.leases)
         if not outcome.all_done:
             self._messages_once(
                 "loads fail, what they were for is computed again",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import mmap
 import os
 import random
+import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -113,6 +117,19 @@ class Engine:
         result = self.tier.lookup(key, ReqContext(request))
         assert result in (LookupResult.HIT, LookupResult.MISS)
         return result is LookupResult.HIT
+
+    def found(self, keys: list[bytes], request: str = "r", patience_s: float = 20) -> list[bool]:
+        """Asked step by step, as the scheduler does as long as any answer is RETRY."""
+        until = time.monotonic() + patience_s
+        answers: dict[bytes, LookupResult] = {}
+        while len(answers) < len(keys):
+            assert time.monotonic() < until
+            for key in [one for one in keys if one not in answers]:
+                answer = self.tier.lookup(key, ReqContext(request))
+                if answer is not LookupResult.RETRY:
+                    answers[key] = answer
+            time.sleep(0.002)
+        return [answers[key] is LookupResult.HIT for key in keys]
 
     def submit(self, keys: list[bytes], rows: list[int], load: bool, request: str = "r") -> int:
         self.next_job += 1
@@ -664,6 +681,67 @@ def test_the_primary_tier_is_registered_and_let_go(start: Callable[..., Engine])
     engine.tier.shutdown()
     engine.tier.shutdown()
     engine.view.release()
+
+
+@contextlib.contextmanager
+def served(image: Path, socket: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`blockkv serve`, ready."""
+    owner = subprocess.Popen([sys.executable, "-m", "blockkv", "serve", str(image), "--socket", str(socket)])
+    try:
+        until = time.monotonic() + 30
+        while True:
+            try:
+                blockkv.open(socket).close()
+                break
+            except BlockKVError:
+                assert owner.poll() is None, "the owner has ended"
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        yield owner
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+def test_engines_share_a_device_through_its_owner(image: Path, tmp_path: Path) -> None:
+    socket = tmp_path / "s"
+    keys = keys_of(6)
+    with served(image, socket) as owner:
+        first, second = Engine(device=str(socket)), Engine(device=str(socket))
+        there = first.fill()
+        assert first.store(keys).success
+        assert second.found(keys) == [True] * 6
+        assert second.found(keys_of(2, seed=8)) == [False] * 2
+        assert second.load(keys, list(range(6))).success
+        assert np.array_equal(second.rows[:6], there[:6])
+        assert second.found(keys[:1], "gives up") == [True]
+        second.tier.on_request_finished(ReqContext("gives up"))
+        second.poll()
+        assert len(second.tier._leases) == 0
+
+        os.kill(owner.pid, signal.SIGSTOP)
+        begun = time.perf_counter()
+        for key in keys:
+            second.tier.lookup(key, ReqContext("r"))
+        assert time.perf_counter() - begun < 0.5, "an owner that does not answer is not waited for"
+        assert second.found(keys, patience_s=5) == [False] * 6
+        os.kill(owner.pid, signal.SIGCONT)
+        owner.kill()
+        owner.wait()
+        begun = time.monotonic()
+        assert second.found(keys, patience_s=5) == [False] * 6
+        assert time.monotonic() - begun < 4
+        assert not first.store(keys_of(1, seed=9)).success
+    with served(image, socket):
+        until = time.monotonic() + 20
+        while second.found(keys[:1]) != [True] and time.monotonic() < until:
+            time.sleep(0.1)
+        assert second.found(keys) == [True] * 6
+        second.rows[:] = 0
+        assert second.load(keys, list(range(6))).success
+        assert np.array_equal(second.rows[:6], there[:6])
+        first.tier.shutdown()
+        second.tier.shutdown()
 
 
 def test_a_replica_has_a_device_of_its_own(tmp_path: Path) -> None:
