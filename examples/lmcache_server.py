@@ -27,7 +27,7 @@ from typing import Any
 MODEL = "test-model"
 """What that client calls its model."""
 SHAPE = "(2,1024,16,4,64):float16:4"
-"""Keys and values, blocks, tokens a block, heads, head size; type; layers: 1 MiB for a chunk of 256 tokens."""
+"""Keys and values, blocks, tokens a block, heads, head size; type; layers: 1 MiB for 256 tokens."""
 PROMPT_TOKENS = 1024
 ENVIRONMENT = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 PATIENCE_S = 60.0
@@ -208,13 +208,15 @@ def blank_file(path: Path, size_bytes: int) -> str:
 
 def main(device: str = "") -> None:
     """The whole story."""
-    with tempfile.TemporaryDirectory(prefix="blockkv-lmcache-", dir="/var/tmp") as directory:  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="blockkv-lmcache-", dir="/var/tmp") as directory:
         device = device or blank_file(Path(directory, "device.img"), 256 << 20)
         log = Path(directory, "server.log")
         server = Server(device, log)
         try:
             computed = server.engine(0, 4)
-            print(f"4 prompts of 4 chunks: {sum(hits for hits, _ in computed)} hits; all is computed and stored")
+            print(
+                f"4 prompts of 4 chunks: {sum(hits for hits, _ in computed)} hits; all is computed and stored"
+            )
             tier = server.settled(16)
             print(f"on the device: {tier['stored_object_count']} chunks, {tier['total_bytes_used']} bytes")
             server.kill()

@@ -7,8 +7,8 @@ The hosts are network namespaces with a cable between them. LMCache's coordinato
 other; each then asks the other's memory for what it has not (adapter `p2p`), and NIXL moves it, here by UCX
 over TCP. blockkv is what each of them has on its own disk.
 
-What a server reads from its peer comes out of that one's memory (L1). What it has on its device only, it brings
-into memory when it is asked to: POST /cache/prefetches.
+What a server reads from its peer comes out of that one's memory (L1). What it has on its device only, it
+brings into memory when it is asked to: POST /cache/prefetches.
 """
 
 from __future__ import annotations
@@ -88,7 +88,11 @@ def prefetch(server: Server, numbers: range) -> int:
 
     found = 0
     for number in numbers:
-        asked = {"model_name": MODEL, "world_size": 1, "token_ids": list(_build_token_ids(number, PROMPT_TOKENS))}
+        asked = {
+            "model_name": MODEL,
+            "world_size": 1,
+            "token_ids": list(_build_token_ids(number, PROMPT_TOKENS)),
+        }
         job = server.get("/cache/prefetches", asked)
         until = time.monotonic() + PATIENCE_S
         while (state := server.get(f"/cache/prefetches/{job['request_id']}"))["status"] != "completed":
@@ -107,7 +111,7 @@ def main() -> None:
     """The whole story."""
     servers: dict[str, Server] = {}
     with (
-        tempfile.TemporaryDirectory(prefix="blockkv-lmcache-", dir="/var/tmp") as directory,  # noqa: S108
+        tempfile.TemporaryDirectory(prefix="blockkv-lmcache-", dir="/var/tmp") as directory,
         hosts(),
         contextlib.ExitStack() as stack,
     ):

@@ -30,12 +30,12 @@ import click
 import sglang_importable  # noqa: F401
 import torch
 from bench_tool import DeviceOptions, OutputOptions
+from connector_bench.rounds import OURS, Contestant, drop_files, run, sync_files
 from sglang.srt.managers.cache_controller import PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang_pools import PAGE_TOKENS, attach, mha_pool
 
 import blockkv
-from connector_bench.rounds import OURS, Contestant, drop_files, run, sync_files
 
 
 class HiCache:

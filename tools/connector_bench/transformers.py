@@ -28,11 +28,11 @@ import bench_tool
 import safetensors.torch
 import torch
 from bench_tool import DeviceOptions, OutputOptions
+from connector_bench.rounds import OURS, Contestant, drop_files, run, sync_files
 from transformers import DynamicCache, LlamaConfig
 
 import blockkv
 from blockkv.connectors.transformers import load_prefix, save_cache
-from connector_bench.rounds import OURS, Contestant, drop_files, run, sync_files
 
 
 class Cache:
