@@ -224,6 +224,7 @@ class Owner:
 
     @contextlib.contextmanager
     def handing_over(self, session: Session) -> Iterator[list[int]]:
+        """For a client: copies of the device's descriptor and of a new lifeline, closed here afterwards."""
         device = self._device.share()
         try:
             receiver, sender = os.pipe2(os.O_CLOEXEC)
@@ -238,6 +239,7 @@ class Owner:
             os.close(device)
 
     def pool_for(self, message: Message) -> Executor | None:
+        """Where a request is carried out that has to wait; None: at once."""
         if isinstance(message, (protocol.Allocate, protocol.WaitForPut)):
             return self._waiters
         if isinstance(message, (protocol.Commit, protocol.Checkpoint)):
@@ -245,6 +247,7 @@ class Owner:
         return None
 
     def look_at(self, session: Session) -> None:
+        """Forget a session once it has let go of everything."""
         if session.let_go():
             with self._lock:
                 self._sessions.discard(session)

@@ -36,7 +36,7 @@ managers.TESTING_DISABLE_PIN_MEMORY = True  # there is no GPU to pin it for
 HEADS, LAYERS, TOKENS = 2, 4, 96
 
 
-def block(number: int, spec: KVCacheBlockSpec) -> torch.Tensor:
+def values_of(number: int, spec: KVCacheBlockSpec) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(spec.block_shape, generator=generator).to(spec.block_dtype)
 
@@ -56,7 +56,7 @@ def run() -> dict[str, Any]:
         if TOLD["do"] == "put":
             handle = manager.allocate_for(None, tokens).get()
             for number, tensor in enumerate(handle.to_tensors()):
-                tensor.copy_(block(number, spec))
+                tensor.copy_(values_of(number, spec))
             found["put"] = manager.put(None, tokens, handle).get()
         else:
             found["exists"] = manager.exists(None, tokens).get(default=0)
@@ -67,7 +67,7 @@ def run() -> dict[str, Any]:
                 tensors = handle.to_tensors()
                 found["acquired"] = count
                 found["equal"] = sum(
-                    torch.equal(tensor, block(number, spec)) for number, tensor in enumerate(tensors)
+                    torch.equal(tensor, values_of(number, spec)) for number, tensor in enumerate(tensors)
                 )
                 handle.release()
         found["stats"] = installed.store.stats()
