@@ -46,12 +46,34 @@ __all__ = [
     "OperationKind",
     "RecordingDevice",
     "SimulatedDevice",
+    "StallingDevice",
     "Step",
     "crash_clone",
     "histories",
     "mixtures",
     "payload",
 ]
+
+
+class StallingDevice(SimulatedDevice):
+    """A simulated device that takes nothing while `gate` is clear: for what must not wait for a device.
+
+        device = StallingDevice()
+        ...                          # a store on it
+        device.gate.clear()          # from now on it hangs
+        device.gate.set()            # it goes on where it was
+
+    Requests are carried out on a thread of its own, so that whoever submits one is not held up.
+    """
+
+    def __init__(self, size_bytes: int = 64 << 20) -> None:
+        super().__init__(size_bytes, threads=True)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.before_operation = lambda kind: self._pass_the_gate()
+
+    def _pass_the_gate(self) -> None:
+        self.gate.wait()
 
 
 class RecordingDevice(Device):

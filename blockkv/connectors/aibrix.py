@@ -43,7 +43,8 @@ from aibrix_kvcache.memory import MemoryRegion
 from aibrix_kvcache.status import Status, StatusCodes
 
 import blockkv
-from blockkv.errors import BatchError, BlockKVError, InvalidArgument, NotFormatted, StoreFull
+from blockkv.connectors.opening import open_store
+from blockkv.errors import BatchError, BlockKVError, InvalidArgument, StoreFull
 
 __all__ = ["BACKEND_NAME", "BlockKVConnector", "Installed", "install"]
 
@@ -104,7 +105,7 @@ def install(
         raise InvalidArgument("give a device, or a store that is open, and not both")
     if store is None:
         assert device is not None
-        opened = _open(device, format)
+        opened = open_store(device, format=format)
     else:
         opened = store
     before = Connector.create
@@ -282,13 +283,3 @@ class _Together:
                     future.set_result(finished.result()[number])
 
         call.add_done_callback(done)
-
-
-def _open(device: Any, format: bool) -> blockkv.Store:
-    try:
-        return blockkv.open(device)
-    except NotFormatted:
-        if not format:
-            raise
-    blockkv.format(device)
-    return blockkv.open(device)

@@ -43,7 +43,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 import blockkv
 from blockkv.connectors.memory import tensor_at
-from blockkv.errors import BatchError, BlockKVError, InvalidArgument, NotFormatted
+from blockkv.connectors.opening import open_store
+from blockkv.errors import BatchError, BlockKVError, InvalidArgument
 
 __all__ = ["BlockKVHiCache"]
 
@@ -553,15 +554,13 @@ def _open(options: Mapping[str, Any], config: HiCacheStorageConfig) -> blockkv.S
             "the pages of this model are the same on all tensor-parallel ranks, and only one of them writes: "
             "give all ranks the same socket of `blockkv serve`, instead of a device each"
         )
-    path = named[0] if len(named) == 1 else named
-    how = {"eviction": options["eviction"], "admission": options["admission"]}
-    try:
-        return blockkv.open(path, **how)
-    except NotFormatted:
-        if not options["format"]:
-            raise
-    blockkv.format(path, average_chunk=options["average_chunk"])
-    return blockkv.open(path, **how)
+    return open_store(
+        named,
+        format=options["format"],
+        average_chunk=options["average_chunk"],
+        eviction=options["eviction"],
+        admission=options["admission"],
+    )
 
 
 def _is_sharded(host_pool: Any) -> bool:

@@ -58,8 +58,9 @@ import blockkv
 from blockkv.connectors.jobs import BackgroundJobs, Outcome
 from blockkv.connectors.leases import Found, Lease, Leases
 from blockkv.connectors.memory import tensor_of
+from blockkv.connectors.opening import open_store
 from blockkv.connectors.weights import fingerprint, weight_files
-from blockkv.errors import BlockKVError, DeviceError, InvalidArgument, NotFormatted
+from blockkv.errors import BlockKVError, DeviceError, InvalidArgument
 
 __all__ = ["BlockKVTier", "family_of"]
 
@@ -270,7 +271,7 @@ class BlockKVTier(SecondaryTierManager):
         """What keys begin with; nothing is found or stored as long as it is empty."""
         files = [] if chosen.weights else self._weight_files()
         self._name_family()
-        self._store = _open(paths, chosen)
+        self._store = open_store(paths, format=chosen.format, **chosen.store_options)
         self._held = contextlib.ExitStack()
         self._registered = False
         try:
@@ -582,22 +583,6 @@ class _Errands:
             except Exception as error:
                 self._complain(f"{name} failed", error)
             done.set()
-
-
-def _open(paths: list[str], options: TierOptions) -> blockkv.Store:
-    """Raises BlockKVError, and for a device that is not formatted says what to do."""
-    target = paths[0] if len(paths) == 1 else paths
-    try:
-        return blockkv.open(target, **options.store_options)
-    except NotFormatted as error:
-        if not options.format:
-            raise NotFormatted(
-                f'{error}; give "format": true for a blank device, or run blockkv format'
-            ) from None
-    except TypeError as error:
-        raise InvalidArgument(f"store_options: {error}") from error
-    blockkv.format(target)
-    return blockkv.open(target, **options.store_options)
 
 
 def _result(**values: Any) -> JobResult:

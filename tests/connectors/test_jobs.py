@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -11,22 +10,9 @@ import torch
 
 import blockkv
 from blockkv.connectors.jobs import BackgroundJobs, Outcome
-from blockkv.testing import OperationKind, SimulatedDevice
+from blockkv.testing import StallingDevice
 
 CHUNK_BYTES = 1 << 20
-
-
-class StallingDevice(SimulatedDevice):
-    """Takes nothing from the device's thread while it is told to stall."""
-
-    def __init__(self) -> None:
-        super().__init__(64 << 20, threads=True)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.before_operation = self.wait_at_the_gate
-
-    def wait_at_the_gate(self, kind: OperationKind) -> None:
-        self.gate.wait()
 
 
 @pytest.fixture

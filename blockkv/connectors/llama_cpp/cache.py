@@ -31,7 +31,8 @@ from llama_cpp.llama_cache import BaseLlamaCache
 import blockkv
 from blockkv.connectors.llama_cpp.fingerprint import Context
 from blockkv.connectors.llama_cpp.sequences import DEFAULT_CHUNK_TOKENS, Sequences
-from blockkv.errors import BlockKVError, InvalidArgument, NotFormatted
+from blockkv.connectors.opening import open_store
+from blockkv.errors import BlockKVError, InvalidArgument
 
 __all__ = ["BlockKVCache"]
 
@@ -91,13 +92,13 @@ class BlockKVCache(BaseLlamaCache):
         """In the store on `device`, a path or the paths of an array; or in one that is open already.
 
         With `format` a device that holds no store is formatted, if it is blank. The rest is as of
-        `Sequences`. Raises InvalidArgument, NotFormatted, OccupiedError, DeviceError, DeviceBusy.
+        `Sequences`. Raises InvalidArgument, OccupiedError, DeviceError, DeviceBusy.
         """
         super().__init__()
         if (device is None) == (store is None):
             raise InvalidArgument("give a device, or a store that is open, and not both")
         self._llama = llama
-        self._owned = _open(device, format) if device is not None else None
+        self._owned = open_store(device, format=format) if device is not None else None
         opened = self._owned if store is None else store
         assert opened is not None
         self.store = opened
@@ -191,13 +192,3 @@ def _common(one: Any, other: Any) -> int:
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
-
-
-def _open(device: Any, format: bool) -> blockkv.Store:
-    try:
-        return blockkv.open(device)
-    except NotFormatted:
-        if not format:
-            raise
-    blockkv.format(device)
-    return blockkv.open(device)

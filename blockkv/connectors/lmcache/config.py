@@ -17,7 +17,7 @@ from typing import Any
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 import blockkv
-from blockkv.errors import NotFormatted
+from blockkv.connectors import opening
 
 __all__ = ["BlockKVL2AdapterConfig", "open_store"]
 
@@ -142,14 +142,7 @@ def open_store(options: BlockKVL2AdapterConfig) -> blockkv.Store:
         chosen["admission"] = options.admission
     if options.discard:
         chosen["discard"] = True
-    device = options.devices if len(options.devices) > 1 else options.devices[0]
-    try:
-        return blockkv.open(device, **chosen)
-    except NotFormatted:
-        if not options.format:
-            raise
-    blockkv.format(device)
-    return blockkv.open(device, **chosen)
+    return opening.open_store(options.devices, format=options.format, **chosen)
 
 
 def _check_weights(weights: Any) -> None:

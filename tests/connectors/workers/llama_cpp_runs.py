@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import threading
 import time
 from typing import Any
 
@@ -26,20 +25,9 @@ from blockkv.connectors.llama_cpp import (
     sharing_context,
 )
 from blockkv.errors import BlockKVError
-from blockkv.testing import OperationKind, SimulatedDevice
+from blockkv.testing import StallingDevice
 
 GENERATED = 12
-
-
-class StallingDevice(SimulatedDevice):
-    def __init__(self) -> None:
-        super().__init__(64 << 20, threads=True)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.before_operation = self.wait_at_the_gate
-
-    def wait_at_the_gate(self, kind: OperationKind) -> None:
-        self.gate.wait()
 
 
 def tokens_of(told: dict[str, Any]) -> list[int]:

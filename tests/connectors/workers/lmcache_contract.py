@@ -36,7 +36,7 @@ from lmcache.v1.platform import consume_fd
 import blockkv
 from blockkv.connectors.lmcache import BlockKVConnector, BlockKVL2Adapter, BlockKVL2AdapterConfig, adapter
 from blockkv.errors import NotFormatted, OccupiedError
-from blockkv.testing import OperationKind, SimulatedDevice
+from blockkv.testing import SimulatedDevice, StallingDevice
 
 MODEL = "meta/llama-3.1-8b"
 SHAPE = (2, 4, 64, 128)
@@ -565,19 +565,6 @@ def check_threads_share_it(device: Device) -> None:
 
 
 # -- faults ----------------------------------------------------------------------------------------------
-
-
-class StallingDevice(SimulatedDevice):
-    """Takes nothing while it is told to stall."""
-
-    def __init__(self) -> None:
-        super().__init__(64 << 20, threads=True)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.before_operation = self.wait_at_the_gate
-
-    def wait_at_the_gate(self, kind: OperationKind) -> None:
-        self.gate.wait()
 
 
 @contextlib.contextmanager

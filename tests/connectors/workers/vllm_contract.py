@@ -32,7 +32,7 @@ from blockkv.connectors import vllm as connector
 from blockkv.connectors.vllm import BlockKVTier, family_of
 from blockkv.connectors.weights import fingerprint, weight_files
 from blockkv.errors import BlockKVError, InvalidArgument, NotFormatted
-from blockkv.testing import OperationKind, SimulatedDevice
+from blockkv.testing import StallingDevice
 
 ROW_BYTES = 128 << 10
 ROWS = 64
@@ -74,19 +74,6 @@ CONFIG = known(
     ),
     kv_cache_layout="LBHNC",
 )
-
-
-class StallingDevice(SimulatedDevice):
-    """Takes nothing while it is told to stall."""
-
-    def __init__(self, size_bytes: int = 64 << 20) -> None:
-        super().__init__(size_bytes, threads=True)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.before_operation = self.wait_at_the_gate
-
-    def wait_at_the_gate(self, kind: OperationKind) -> None:
-        self.gate.wait()
 
 
 class Engine:
