@@ -309,10 +309,7 @@ class ClientStore(Store):
     def commit(self) -> None:
         """See `Store.commit`. Raises OwnerLost once where changes may have gone away with an owner."""
         with self._operation(writing=True):
-            session = self._session
-            self._call_on(session, protocol.Commit(0), protocol.Answer)
-            with self._lock:
-                session.lazy_sequence = 0
+            self._call(protocol.Commit(0), protocol.Answer)
             self._pay_debt()
 
     def checkpoint(self) -> None:
@@ -600,7 +597,8 @@ class ClientStore(Store):
         self._stream_pool.end()
         session = self._session
         try:
-            if session.lazy_sequence and not session.connection.lost:
+            lazy = session.lazy_sequence > session.connection.durable_sequence
+            if lazy and not session.connection.lost:
                 self._call_on(session, protocol.Commit(0), protocol.Answer)
         finally:
             self._ending.set()

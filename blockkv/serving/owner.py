@@ -58,6 +58,9 @@ GREETING_TIMEOUT_S = 10
 CLOSING_WAIT_S = 10.0
 """How long the end of the owner waits for the end of its clients' requests."""
 
+ACCEPT_PAUSE_S = 0.1
+"""After one that could not be taken: what is short, descriptors for example, is short for a while."""
+
 _WAKE, _ACCEPT = "wake", "accept"
 
 
@@ -82,6 +85,7 @@ class Owner:
             raise InvalidArgument(f"{store!r} is on a device of this process alone")
         self.store = store
         self.path = os.fspath(path)
+        self._listener = _listen(self.path, mode, group)
         self._device = store._state.device
         self._opened_sequence = store._state.log.newest_log_sequence
         self._lock = store._state.lock
@@ -96,7 +100,6 @@ class Owner:
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, _WAKE)
-        self._listener = _listen(self.path, mode, group)
         self._inode = Path(self.path).stat().st_ino
         self._selector.register(self._listener, selectors.EVENT_READ, _ACCEPT)
         self._arrived: list[tuple[int, Session]] = []
@@ -186,7 +189,9 @@ class Owner:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            logger.warning("%s: a connection was not taken: %s", self.path, error)
+            if not isinstance(error, BlockingIOError):  # it has gone again
+                logger.warning("%s: a connection was not taken: %s", self.path, error)
+                time.sleep(ACCEPT_PAUSE_S)
             return
         if len(self._sessions) >= CLIENT_LIMIT:
             logger.warning("%s: %d clients are connected; another one is refused", self.path, CLIENT_LIMIT)

@@ -472,3 +472,12 @@ def test_a_forked_child_has_nothing(client: blockkv.Store) -> None:
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert torch.equal(client.get("key"), noise(1, 1000))
+
+
+def test_a_memory_tier_in_front(serve: Serves) -> None:
+    with blockkv.open(serve().path) as client, blockkv.TieredStore(client, 4 << 20) as tier:
+        for number in range(20):
+            tier.put(f"{number}", noise(number, 100_000))
+        for number in range(20):
+            assert torch.equal(tier.get(f"{number}"), noise(number, 100_000))
+        assert client.stats()["get_chunks"] > 0

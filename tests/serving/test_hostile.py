@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Serves
-from serving_tools import wait_until
+from serving_tools import Serves, wait_until
 
 import blockkv
 from blockkv.catalog.layouts import Layout, TensorSpec
