@@ -20,17 +20,17 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 MODEL = "test-model"
 """What that client calls its model."""
 SHAPE = "(2,1024,16,4,64):float16:4"
-"""Keys and values, blocks, tokens a block, heads, head size; type; layers: 1 MiB for 256 tokens."""
+"""Keys and values, blocks, tokens a block, heads, head size; type; layers: 1 MiB a chunk of 256 tokens."""
 PROMPT_TOKENS = 1024
 ENVIRONMENT = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 class Server:
@@ -47,7 +47,7 @@ class Server:
         environment: dict[str, str] | None = None,
     ) -> None:
         """`within`: a command that runs others somewhere else. `more`: options of `lmcache server`."""
-        self._within = within
+        self.within = within
         self._log = log
         port = port or free_port()
         self.http = f"http://{address}:{free_port() if not within else 8080}"
@@ -92,11 +92,15 @@ class Server:
         request = urllib.request.Request(  # noqa: S310  an http address that we have made
             self.http + path, data, {"Content-Type": "application/json"}
         )
-        if self._within:
-            asked = [*self._within, sys.executable, __file__, "--get", self.http + path, json.dumps(body)]
+        if self.within:
+            asked = [*self.within, sys.executable, __file__, "--get", self.http + path, json.dumps(body)]
             return json.loads(subprocess.run(asked, check=True, capture_output=True).stdout)
         with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
             return json.loads(answer.read())
+
+    def wait_until_up(self) -> None:
+        """Until it answers."""
+        self.wait_for(lambda status: True)
 
     def tier(self) -> dict[str, Any]:
         """What our adapter says of itself."""
@@ -112,39 +116,48 @@ class Server:
             time.sleep(0.1)
         return tier
 
-    def engine(self, first: int, count: int) -> list[tuple[int, str]]:
-        """An engine asks for so many prompts, reads what is there, and stores the rest.
-
-        For each prompt: how many of its chunks were there, and a digest of all it has now.
-        """
-        command = [*self._within, sys.executable, __file__, "--engine", self.url, str(first), str(count)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT)
-        if done.returncode:
-            raise SystemExit(done.stdout + done.stderr)
-        return [(hits, digest) for hits, digest in json.loads(done.stdout.strip().splitlines()[-1])]
-
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """An engine is there, which tells the server how its cache looks."""
-        command = [*self._within, sys.executable, __file__, "--attach", self.url]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdin is not None
-            while process.stdout.readline() not in (b"attached\n", b""):
-                pass
-            yield
-            process.stdin.close()
-
     def kill(self) -> None:
         """As kill -9 does."""
         self._process.kill()
         self._process.wait()
 
 
-def client_of(url: str) -> Any:
-    """The client of LMCache's benchmark, attached to a server."""
+class Engine:
+    """An engine that is attached to a server: another process, on the same host."""
+
+    def __init__(self, server: Server) -> None:
+        self._process = subprocess.Popen(
+            [*server.within, sys.executable, __file__, "--engine", server.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=ENVIRONMENT,
+        )
+
+    def run(self, first: int, count: int) -> list[tuple[int, str]]:
+        """Ask for so many prompts, read what is there, and store the rest.
+
+        For each prompt: how many of its chunks were there, and a digest of all it has now.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([first, count]), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("[["):  # LMCache prints, too
+                return [(hits, digest) for hits, digest in json.loads(line)]
+        raise SystemExit("the engine ended")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def serve_as_engine(url: str) -> None:
+    """What `Engine` runs."""
     from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
     from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 
@@ -162,34 +175,22 @@ def client_of(url: str) -> Any:
     )
     client = ServerBenchClient(config, lambda text: print(text, file=sys.stderr))
     client.start()
-    return client
-
-
-def attach(url: str) -> None:
-    """What `Server.attached` runs."""
-    client = client_of(url)
-    print("attached", flush=True)
-    sys.stdin.read()
-    client.close()
-
-
-def engine(url: str, first: int, count: int) -> list[tuple[int, str]]:
-    """What `Server.engine` runs."""
-    client = client_of(url)
-    found = []
-    for number in range(first, first + count):
-        request = client.create_request(number, f"prompt-{number}-{time.monotonic_ns()}", "prompt")
-        assert request is not None
-        lookup = client.lookup(request)
-        tokens = lookup.hit_chunks * request.chunk_size
-        client.zero_destination(request, 0, tokens)
-        client.retrieve(request, 0, tokens)
-        client.store(request, tokens, request.num_full_tokens - tokens)
-        checksums = client.compute_checksums(request, 0, request.num_full_tokens) or []
-        client.end_session(request)
-        found.append((lookup.hit_chunks, hashlib.sha256("".join(checksums).encode()).hexdigest()[:16]))
-    client.close()
-    return found
+    for line in sys.stdin:
+        first, count = json.loads(line)
+        found = []
+        for number in range(first, first + count):
+            request = client.create_request(number, f"prompt-{number}-{time.monotonic_ns()}", "prompt")
+            assert request is not None
+            lookup = client.lookup(request)
+            tokens = lookup.hit_chunks * request.chunk_size
+            client.zero_destination(request, 0, tokens)
+            client.retrieve(request, 0, tokens)
+            client.store(request, tokens, request.num_full_tokens - tokens)
+            checksums = client.compute_checksums(request, 0, request.num_full_tokens) or []
+            client.end_session(request)
+            digest = hashlib.sha256("".join(checksums).encode()).hexdigest()[:16]
+            found.append((lookup.hit_chunks, digest))
+        print(json.dumps(found), flush=True)
 
 
 def free_port() -> int:
@@ -213,18 +214,20 @@ def main(device: str = "") -> None:
         log = Path(directory, "server.log")
         server = Server(device, log)
         try:
-            computed = server.engine(0, 4)
-            print(
-                f"4 prompts of 4 chunks: {sum(hits for hits, _ in computed)} hits; all is computed and stored"
-            )
+            server.wait_until_up()
+            with Engine(server) as engine:
+                computed = engine.run(0, 4)
+            print(f"4 prompts of 4 chunks: {sum(hits for hits, _ in computed)} hits; computed and stored")
             tier = server.settled(16)
             print(f"on the device: {tier['stored_object_count']} chunks, {tier['total_bytes_used']} bytes")
             server.kill()
             print("killed with -9; another server on the same device:")
             server = Server(device, log)
+            server.wait_until_up()
             tier = server.tier()
             print(f"recovered: {tier['keys_recovered']} chunks, {tier['total_bytes_used']} bytes")
-            read = server.engine(0, 4)
+            with Engine(server) as engine:
+                read = engine.run(0, 4)
             print(f"the same prompts: {sum(hits for hits, _ in read)} hits")
             same = [digest for _, digest in read] == [digest for _, digest in computed]
             print("every byte is as it was computed" if same else "WRONG BYTES")
@@ -236,10 +239,8 @@ def main(device: str = "") -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["--engine", url, first, count]:
-            print(json.dumps(engine(url, int(first), int(count))))
-        case ["--attach", url]:
-            attach(url)
+        case ["--engine", url]:
+            serve_as_engine(url)
         case ["--get", url, body]:
             request = urllib.request.Request(url, None if body == "null" else body.encode())  # noqa: S310
             request.add_header("Content-Type", "application/json")

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmcache_server import ENVIRONMENT, MODEL, PATIENCE_S, Server, blank_file
+from lmcache_server import ENVIRONMENT, MODEL, PATIENCE_S, PROMPT_TOKENS, Engine, Server, blank_file
 
 HOSTS = {"bkv-left": "10.231.77.1", "bkv-right": "10.231.77.2"}
 LEFT, RIGHT = HOSTS
@@ -84,7 +84,6 @@ def peers_of(status: Any) -> list[str]:
 def prefetch(server: Server, numbers: range) -> int:
     """Have a server bring prompts from its device into its memory; how many chunks that were."""
     from lmcache.cli.commands.bench.server_bench.helpers import _build_token_ids
-    from lmcache_server import PROMPT_TOKENS
 
     found = 0
     for number in numbers:
@@ -105,6 +104,11 @@ def prefetch(server: Server, numbers: range) -> int:
 def hits(read: list[tuple[int, str]]) -> int:
     """Of all prompts."""
     return sum(count for count, _ in read)
+
+
+def digests(read: list[tuple[int, str]]) -> list[str]:
+    """Of each prompt."""
+    return [digest for _, digest in read]
 
 
 def main() -> None:
@@ -130,13 +134,14 @@ def main() -> None:
         servers[RIGHT].wait_for(lambda status: peers_of(status) == [f"{LEFT} 1"])
         print("two servers, each knows of the other")
 
-        computed = servers[LEFT].engine(0, 3)
-        later = servers[LEFT].engine(10, 3)
+        right = stack.enter_context(Engine(servers[RIGHT]))
+        with Engine(servers[LEFT]) as left:
+            computed = left.run(0, 6)
         servers[LEFT].settled(24)
-        print(f"left, 6 prompts of 4 chunks: {hits(computed + later)} hits; computed, and on the left device")
-        read = servers[RIGHT].engine(0, 3)
-        right = [digest for _, digest in read] == [digest for _, digest in computed]
-        print(f"right, 3 of them: {hits(read)} hits, {'every byte right' if right else 'WRONG BYTES'}")
+        print(f"left, 6 prompts of 4 chunks: {hits(computed)} hits; computed, and on the left device")
+        read = right.run(0, 3)
+        same = digests(read) == digests(computed[:3])
+        print(f"right, 3 of them: {hits(read)} hits, {'every byte right' if same else 'WRONG BYTES'}")
         print(f"on the right device: {servers[RIGHT].tier()['stored_object_count']} chunks")
 
         servers[LEFT].kill()
@@ -144,16 +149,16 @@ def main() -> None:
         servers[LEFT] = start(LEFT, 2, devices[LEFT], logs / f"{LEFT}.log")
         servers[RIGHT].wait_for(lambda status: peers_of(status) == [f"{LEFT} 2"])
         print(f"recovered on the left device: {servers[LEFT].tier()['keys_recovered']} chunks")
-        early = servers[RIGHT].engine(10, 1)
+        early = right.run(3, 1)
         print(f"right, a prompt that only the left device has: {hits(early)} hits")
-        with servers[LEFT].attached():
-            print(f"left brings others into its memory: {prefetch(servers[LEFT], range(11, 13))} chunks")
-        read = servers[RIGHT].engine(11, 2)
-        right &= [digest for _, digest in read] == [digest for _, digest in later[1:]]
-        print(f"right, those: {hits(read)} hits, {'every byte right' if right else 'WRONG BYTES'}")
-        again = servers[LEFT].engine(0, 3)
-        print(f"left, the first prompts, from its device: {hits(again)} hits")
-        if not right or hits(read) != 8 or hits(again) != 12:
+        with Engine(servers[LEFT]) as left:
+            again = left.run(0, 3)
+            print(f"left, the first prompts, from its device: {hits(again)} hits")
+            print(f"left brings others into its memory: {prefetch(servers[LEFT], range(4, 6))} chunks")
+            read = right.run(4, 2)
+            same = same and digests(read) == digests(computed[4:])
+        print(f"right, those: {hits(read)} hits, {'every byte right' if same else 'WRONG BYTES'}")
+        if not same or hits(read) != 8 or hits(again) != 12:
             raise SystemExit(1)
 
 

@@ -120,6 +120,37 @@ def test_a_server_that_is_killed_under_load_has_its_keys(tmp_path: Path) -> None
             assert all(one["hits"] == 0 for one in client.ask("read", server, 0, 2).values())
 
 
+def test_the_example_of_a_server() -> None:
+    said = example("lmcache_server.py")
+    assert "recovered: 16 chunks, 16777216 bytes" in said
+    assert "the same prompts: 16 hits" in said
+    assert "every byte is as it was computed" in said
+
+
+@pytest.mark.requires_root
+@pytest.mark.requires_tool("ip")
+def test_the_example_of_two_servers() -> None:
+    said = example("lmcache_two_servers.py")
+    assert "right, 3 of them: 12 hits, every byte right" in said
+    assert "recovered on the left device: 24 chunks" in said
+    assert "left, the first prompts, from its device: 12 hits" in said
+    assert "right, those: 8 hits, every byte right" in said
+
+
+def example(name: str) -> str:
+    """What an example prints."""
+    done = subprocess.run(
+        [engine_python("lmcache"), ROOT / "examples" / name],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
 # -- LMCache's server ------------------------------------------------------------------------------------
 
 
