@@ -147,31 +147,3 @@ def connected(store: blockkv.Store) -> Callable[[], bool]:
         return False
 
     return is_connected
-
-
-class Serves:
-    """Starts owners in this process; `path` of each is its socket."""
-
-    def __init__(self, images: Path, sockets: Path) -> None:
-        self._images = images
-        self._sockets = sockets
-        self._threads: dict[Owner, threading.Thread] = {}
-        self._count = 0
-
-    def __call__(self, size: str = "64MiB", device: Path | None = None, **options: Any) -> Owner:
-        path = device or formatted(self._images / f"{self._count}.img", size)
-        owner = Owner(blockkv.open(path, **options), self._sockets / f"{self._count}.sock")
-        self._count += 1
-        self._threads[owner] = threading.Thread(target=owner.serve)
-        self._threads[owner].start()
-        return owner
-
-    def end(self, owner: Owner) -> None:
-        """As SIGTERM does."""
-        owner.stop()
-        self._threads.pop(owner).join()
-        owner.close()
-
-    def end_all(self) -> None:
-        for owner in list(self._threads):
-            self.end(owner)
