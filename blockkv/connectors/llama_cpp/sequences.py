@@ -51,6 +51,8 @@ __all__ = ["Sequences", "sharing_context", "why_no_chunks"]
 DEFAULT_CHUNK_TOKENS = 256
 AHEAD_BYTES = 64 << 20
 """How far chunks are read ahead of the one that is handed to llama.cpp, and put at a time."""
+KEPT_BYTES = 256 << 20
+"""Memory that is kept from one call to the next; what one call takes may be more."""
 LONGEST_DEADLINE_S = 3600
 FULL_COPIES_ONLY = frozenset(("deepseek4",))
 """Architectures whose `seq_cp` ends the process for a range (src/llama-kv-cache-dsv4.cpp)."""
@@ -172,6 +174,7 @@ class Sequences:
         self._scratch = context.sequences - 1 if scratch is None else scratch
         if self.form == "chunks":
             self._check_sequence(self._scratch)
+        self._buffers = _Buffers()
         self._durable = durable
         self._load_deadline_s = load_deadline_s
         self._logged: set[str] = set()
@@ -283,6 +286,8 @@ class Sequences:
 
     def _put(self, chunks: list[tuple[str, torch.Tensor]]) -> None:
         written = self.store.put_many(chunks, self._durable)
+        for _, chunk in chunks:
+            self._buffers.give_back(chunk)
         self.counters["chunks_saved"] += sum(written)
         self.counters["bytes_saved"] += sum(
             chunk.nbytes for (_, chunk), new in zip(chunks, written, strict=True) if new
@@ -292,7 +297,7 @@ class Sequences:
         """The state of a sequence, behind so many bytes of room. Raises InvalidArgument."""
         ctx = self.context.ctx
         size_bytes = int(llama_cpp.llama_state_seq_get_size(ctx, sequence))
-        buffer = blockkv.empty(room_bytes + size_bytes, torch.uint8)
+        buffer = self._buffers.take(room_bytes + size_bytes)
         written = int(
             llama_cpp.llama_state_seq_get_data(
                 ctx, _bytes_at(buffer.data_ptr() + room_bytes), size_bytes, sequence
@@ -395,6 +400,7 @@ class Sequences:
             return self._settled(sequence, keep)
         if not self._set(sequence, state, start):
             return self._settled(sequence, 0)
+        self._buffers.give_back(state)
         self.counters["chunks_loaded"] += 1
         return self._settled(sequence, common)
 
@@ -432,7 +438,7 @@ class Sequences:
                 info = self.store.entry(waiting[0])
                 if info is None:
                     break
-                buffer = blockkv.empty(info.payload_bytes, torch.uint8)
+                buffer = self._buffers.take(info.payload_bytes)
                 left_s = None if due is None else max(0.001, due - time.monotonic())
                 underway.append((buffer, self.store.submit_get(waiting.popleft(), buffer, deadline_s=left_s)))
             if not underway:  # evicted since it was looked up
@@ -452,6 +458,7 @@ class Sequences:
                 yield None
                 return
             yield buffer
+            self._buffers.give_back(buffer)
 
     def _set(self, sequence: int, state: torch.Tensor, start: int) -> bool:
         """Hand a verified state to llama.cpp. False, and the sequence is empty, where it does not take it."""
@@ -511,6 +518,31 @@ class Sequences:
         if what not in self._logged:
             self._logged.add(what)
             log.warning("%s%s; llama.cpp goes on without", what, f": {error}" if error else "")
+
+
+class _Buffers:
+    """Memory that the device reaches directly, kept for the next time: new pages cost more than reading them.
+
+    What is given back is not used by anybody any more; what a device may still write to is not given back.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """So many bytes, of any content."""
+        fitting = [one for one in self._free if size_bytes <= one.nbytes <= 2 * size_bytes]
+        if not fitting:
+            return blockkv.empty(size_bytes, torch.uint8)
+        best = min(fitting, key=lambda one: int(one.nbytes))
+        self._free = [one for one in self._free if one is not best]
+        return best[:size_bytes]
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        base = buffer if buffer._base is None else buffer._base
+        self._free.append(base)
+        while sum(one.nbytes for one in self._free) > KEPT_BYTES:
+            self._free.pop(0)
 
 
 def _is_run(positions: NDArray[np.int32], first: int, last: int) -> bool:
