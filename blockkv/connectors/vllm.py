@@ -278,6 +278,10 @@ class BlockKVTier(SecondaryTierManager):
             self._register()
             self._watch: blockkv.Watch | None = None
             if chosen.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+                if hasattr(self._store, "is_connected"):
+                    raise InvalidArgument(
+                        "enable_kv_events: only the process that owns the store is told what comes and goes"
+                    )
                 self._watch = self._held.enter_context(self._store.watch())
             self._leases = Leases(self._store, chosen.lease_s)
             self._errands = _Errands(self._messages_once)

@@ -707,6 +707,8 @@ def test_engines_share_a_device_through_its_owner(image: Path, tmp_path: Path) -
         assert len(second.tier._leases) == 0
 
         os.kill(owner.pid, signal.SIGSTOP)
+        while Path(f"/proc/{owner.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+            time.sleep(0.01)
         begun = time.perf_counter()
         for key in keys:
             second.tier.lookup(key, ReqContext("r"))
@@ -729,6 +731,13 @@ def test_engines_share_a_device_through_its_owner(image: Path, tmp_path: Path) -
         assert np.array_equal(second.rows[:6], there[:6])
         first.tier.shutdown()
         second.tier.shutdown()
+
+
+def test_events_need_a_store_of_ones_own(image: Path, tmp_path: Path) -> None:
+    with served(image, tmp_path / "s"):
+        with pytest.raises(InvalidArgument, match="enable_kv_events"):
+            Engine(device=str(tmp_path / "s"), enable_kv_events=True)
+        Engine(device=str(tmp_path / "s")).tier.shutdown()
 
 
 def test_a_replica_has_a_device_of_its_own(tmp_path: Path) -> None:
