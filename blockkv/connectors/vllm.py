@@ -133,6 +133,9 @@ class TierOptions:
             raise InvalidArgument(
                 'BlockKVTier needs "device": a path, a list of them, or a socket of blockkv serve'
             )
+        paths = [given["device"]] if isinstance(given["device"], str) else given["device"]
+        if not (isinstance(paths, Sequence) and all(isinstance(one, str) for one in paths)):
+            raise InvalidArgument(f"device is {given['device']!r}; use a path, or a list of paths")
         plain = cls(device="-")
         for name in given.keys() - {"device", "locality"}:
             value, default = given[name], getattr(plain, name)
@@ -249,6 +252,8 @@ class BlockKVTier(SecondaryTierManager):
         self._options = chosen = TierOptions.of(options)
         self._config = offloading_spec.config
         self.locality = Locality(chosen.locality) if chosen.locality else None
+        if not primary_kv_view.nbytes:
+            raise InvalidArgument("cpu_bytes_to_use has no room for a single chunk; make it larger")
         self._row_bytes = len(primary_kv_view[:1].cast("B"))
         self._rows = tensor_of(primary_kv_view).view(-1, self._row_bytes)
 

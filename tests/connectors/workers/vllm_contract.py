@@ -82,7 +82,8 @@ class Engine:
     def __init__(
         self, config: Any = CONFIG, rows: int = ROWS, row_bytes: int = ROW_BYTES, **options: Any
     ) -> None:
-        self.rows = np.frombuffer(mmap.mmap(-1, rows * row_bytes), np.int8).reshape(rows, row_bytes)
+        memory = mmap.mmap(-1, rows * row_bytes or 4096)
+        self.rows = np.frombuffer(memory, np.int8, rows * row_bytes).reshape(rows, row_bytes)
         self.view = memoryview(self.rows)
         self.spec = SimpleNamespace(
             config=config,
@@ -500,6 +501,10 @@ def test_bad_configurations_end_the_start(image: Path, tmp_path: Path) -> None:
         Engine(devcie=str(image))
     with pytest.raises(InvalidArgument, match='needs "device"'):
         Engine()
+    with pytest.raises(InvalidArgument, match="device is 7"):
+        Engine(device=7)
+    with pytest.raises(InvalidArgument, match="cpu_bytes_to_use"):
+        Engine(device=str(image), rows=0)
     with pytest.raises(InvalidArgument, match="load_deadline_s is -1"):
         Engine(device=str(image), load_deadline_s=-1)
     with pytest.raises(InvalidArgument, match="format is 1"):
