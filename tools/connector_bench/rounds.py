@@ -166,30 +166,39 @@ def rows_of(samples: Samples) -> list[dict[str, Any]]:
 def run(
     on: DeviceOptions,
     to: OutputOptions,
-    make: Callable[[Path, Path], Sequence[Contestant]],
+    make: Callable[..., Sequence[Contestant]],
     set_bytes: int,
     rounds: int,
     limit_bytes: int | None,
     facts: dict[str, Any],
+    more_partitions: int = 0,
 ) -> None:
-    """Measure and tell. `make` gives the contestants for a partition and a directory; the first is ours."""
+    """Measure and tell. `make` gives the contestants for a partition, a directory and `more_partitions`; the
+    first of them is ours.
+    """
     part_bytes = 2 * set_bytes + SPARE_BYTES
     phases: dict[str, list[dict[str, Any]]] = {}
     keep_mounts_private()
-    with on.target(2 * part_bytes + (4 << 20)) as target, paced_writeback(target.pace) as is_paced:
+    count = 2 + more_partitions
+    with on.target(count * part_bytes + (4 << 20)) as target, paced_writeback(target.pace) as is_paced:
         blockkv.format(target.path, force=target.force)
-        write_throughout(target.path, 2 * part_bytes)
-        with partitions(target.path, [part_bytes, part_bytes]) as (own, files), file_system(files) as mount:
-            contestants = make(own, mount)
-            phases["as much memory as there is"] = rows_of(in_turn(contestants, set_bytes, rounds))
-            if limit_bytes is not None:
-                with limited(limit_bytes, target.pace):
-                    found = in_turn(contestants, set_bytes, rounds)
-                phases[f"{limit_bytes / (1 << 20):.0f} MiB of memory"] = rows_of(found)
-            for one in contestants:
-                close = getattr(one, "close", None)
-                if close is not None:
-                    close()
+        write_throughout(target.path, count * part_bytes)
+        with (
+            partitions(target.path, [part_bytes] * count) as (own, files, *more),
+            file_system(files) as mount,
+        ):
+            contestants = make(own, mount, *more)
+            try:
+                phases["as much memory as there is"] = rows_of(in_turn(contestants, set_bytes, rounds))
+                if limit_bytes is not None:
+                    with limited(limit_bytes, target.pace):
+                        found = in_turn(contestants, set_bytes, rounds)
+                    phases[f"{limit_bytes / (1 << 20):.0f} MiB of memory"] = rows_of(found)
+            finally:
+                for one in contestants:
+                    close = getattr(one, "close", None)
+                    if close is not None:
+                        close()
     described = {**target.described, "paced_writeback": is_paced, "load_average": os.getloadavg()}
     to.document({"device": described, "set_bytes": set_bytes, "rounds": rounds, **facts, "phases": phases})
     console = to.console()
