@@ -301,11 +301,11 @@ class BlockKVHiCache(HiCacheStorage):
 
     def close(self) -> None:
         """Close the store; every page is a miss afterwards. Twice is fine."""
-        try:
-            self._registered.close()
-            self._store.close()
-        except BlockKVError as error:
-            self._tell("the store was not closed in order", error)
+        for end in (self._registered.close, self._store.close):
+            try:
+                end()
+            except BlockKVError as error:
+                self._tell("the store was not closed in order", error)
 
     # -- inside ----------------------------------------------------------------------------------------
 

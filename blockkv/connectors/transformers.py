@@ -164,7 +164,9 @@ def save_cache(
         state_key = _state_keys(tokens[:count], keys, chunk_tokens, family, count)[-1][1]
     _check_dtype(layers, family)
     try:
-        _put(store, layers, wanted, state_key, chunk_tokens, count, durable)
+        _put(store, layers, wanted, state_key, chunk_tokens, count)
+        if durable:
+            store.commit()
         stored = store.lookup(keys) * chunk_tokens if FULL in kinds else count
         if state_key is None:
             return stored
@@ -189,9 +191,10 @@ def load_prefix(
 ) -> tuple[Any, int]:
     """The cache of the longest stored prefix of `token_ids`, and how many tokens it holds; 0: none is there.
 
-    Makes a `DynamicCache` for `config`, the model's, on `device`; or fills `cache`, an empty DynamicCache or
-    StaticCache, where it is. At least one token is left for the model. `chunk_tokens` is what they were saved
-    with. Pass it on to the model or to `generate`, with all of the tokens or with those after the prefix.
+    Makes a `DynamicCache` for `config`, the model's, on `device`: one for all layers, or a sequence with
+    one for each. Or fills `cache`, an empty DynamicCache or StaticCache; one that has its memory already,
+    where it is. At least one token is left for the model. `chunk_tokens` is what they were saved with.
+    Pass it on to the model or to `generate`, with all of the tokens or with those after the prefix.
 
     A chunk that is damaged or cannot be read ends the prefix before it. Raises InvalidArgument for caches
     that cannot be filled, StoreClosed.
@@ -211,9 +214,7 @@ def load_prefix(
     limit = max(0, min(len(tokens), _capacity(layers)) - 1)
     keys = blockkv.prefix_keys(tokens[:limit], chunk_tokens, family)
     try:
-        return cache, _Restore(store, layers, family, chunk_tokens, torch.device(device)).run(
-            tokens[:limit], keys
-        )
+        return cache, _Restore(store, layers, family, chunk_tokens, device).run(tokens[:limit], keys)
     except (InvalidArgument, StoreClosed):
         raise
     except BlockKVError as error:
@@ -238,6 +239,11 @@ def _layers(cache: Any) -> list[tuple[int, Any]]:
             raise InvalidArgument(
                 f"layer {number} of the {name} is a {type(layer).__name__}, which cannot be kept: it holds "
                 "more than keys, values and states of its sequence"
+            )
+        if _is_static(layer) and not hasattr(layer, "cumulative_length"):
+            raise InvalidArgument(
+                f"layer {number} of the {name} does not know how many tokens it holds; from 5.9 on those of "
+                "transformers do"
             )
     return [(number, layer) for number, layer in enumerate(layers) if _kinds(layer)]
 
@@ -319,13 +325,12 @@ def _put(
     state_key: str | None,
     chunk_tokens: int,
     count: int,
-    durable: bool,
 ) -> None:
     def described() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         for key, number in chunks:
-            if durable or not store.contains(key):
+            if not store.contains(key):
                 yield key, _rows(layers, number * chunk_tokens, (number + 1) * chunk_tokens)
-        if state_key is not None and (durable or not store.contains(state_key)):
+        if state_key is not None and not store.contains(state_key):
             yield state_key, _state(layers, count - count % chunk_tokens, count)
 
     batch: list[tuple[str, dict[str, torch.Tensor]]] = []
@@ -337,17 +342,17 @@ def _put(
             staged += sum(tensor.nbytes for tensor in tensors.values())
         batch.append((key, tensors))
         if staged >= STAGED_BYTES:
-            problems += _put_batch(store, batch, durable)
+            problems += _put_batch(store, batch)
             batch, staged = [], 0
-    problems += _put_batch(store, batch, durable)
+    problems += _put_batch(store, batch)
     if problems:
         log.warning("%d chunks of a KV cache were not stored: %s", len(problems), problems[0])
 
 
-def _put_batch(store: blockkv.Store, batch: Sequence[Any], durable: bool) -> list[BlockKVError]:
+def _put_batch(store: blockkv.Store, batch: Sequence[Any]) -> list[BlockKVError]:
     try:
         if batch:
-            store.put_many(batch, durable)
+            store.put_many(batch)
     except BatchError as error:
         return list(error.errors.values())
     return []
@@ -381,8 +386,8 @@ def _state(layers: Sequence[tuple[int, Any]], first: int, count: int) -> dict[st
             for name, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
                 if not isinstance(states, Mapping):
                     raise InvalidArgument(
-                        f"layer {number} keeps its {name} state as a {type(states).__name__}; that is done "
-                        "from transformers 5.23 on"
+                        f"layer {number} keeps its {name} state as a {type(states).__name__}; from 5.19 on "
+                        "transformers has it by number, as is needed here"
                     )
                 found |= {
                     f"{number}.{name}.{index}": tensor.detach()
@@ -404,13 +409,14 @@ class _Restore:
         layers: Sequence[tuple[int, Any]],
         family: blockkv.Family,
         chunk_tokens: int,
-        device: torch.device,
+        device: Any,
     ) -> None:
         self._store = store
         self._layers = layers
         self._family = family
         self._chunk_tokens = chunk_tokens
-        self._device = device
+        alike = isinstance(device, (str, int, torch.device))
+        self._devices = {number: torch.device(device if alike else device[number]) for number, _ in layers}
         self._kinds = {kind for _, layer in layers for kind in _kinds(layer)}
 
     def run(self, tokens: NDArray[np.integer], keys: Sequence[str]) -> int:
@@ -534,7 +540,7 @@ class _Restore:
             if not names:
                 continue
             if _is_static(layer):
-                self._initialize(layer, *(shapes[name] for name in names))
+                self._initialize(number, layer, *(shapes[name] for name in names))
             if _is_static(layer) and layer.keys.device.type == "cpu":
                 memory |= {names[0]: layer.keys[0], names[1]: layer.values[0]}
                 continue
@@ -554,10 +560,10 @@ class _Restore:
             log.warning("a stored KV cache ends early: %s", error)
             return [one is True for one in error.results]
 
-    def _initialize(self, layer: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+    def _initialize(self, number: int, layer: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> None:
         if not layer.is_initialized:
             fakes = [
-                torch.empty((1, heads, 0, dim), dtype=dtype, device=self._device)
+                torch.empty((1, heads, 0, dim), dtype=dtype, device=self._devices[number])
                 for dtype, heads, dim in (keys, values)
             ]
             layer.lazy_initialization(*fakes)
@@ -574,34 +580,38 @@ class _Restore:
                     layer.values[:, :, :count].copy_(values)
                 layer.cumulative_length.fill_(count)
             else:
-                keys, values = keys.to(self._device), values.to(self._device)
+                device = self._devices[number]
+                keys, values = keys.to(device), values.to(device)
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values = keys, values
 
     def _hand_over_state(self, state: Mapping[str, torch.Tensor], count: int) -> None:
         for number, layer in self._layers:
             if SLIDING in _kinds(layer) and f"{number}.keys" in state:
-                self._slide(layer, state[f"{number}.keys"][None], state[f"{number}.values"][None], count)
+                self._slide(
+                    number, layer, state[f"{number}.keys"][None], state[f"{number}.values"][None], count
+                )
             if LINEAR in _kinds(layer):
                 for name, tensor in state.items():
                     prefix, _, index = name.rpartition(".")
                     if prefix == f"{number}.conv":
-                        layer.update_conv_state(tensor.to(self._device), int(index))
+                        layer.update_conv_state(tensor.to(self._devices[number]), int(index))
                         layer.has_previous_state[int(index)] = True
                     elif prefix == f"{number}.recurrent":
-                        layer.update_recurrent_state(tensor.to(self._device), int(index))
+                        layer.update_recurrent_state(tensor.to(self._devices[number]), int(index))
                         layer.has_previous_state[int(index)] = True
 
-    def _slide(self, layer: Any, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
+    def _slide(self, number: int, layer: Any, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
         """Put a window at the end of `count` tokens into a layer."""
         window = self._window(layer)
         if not _is_static(layer):
             first = max(0, keys.shape[2] - min(count, max(1, window - 1)))
-            keys, values = keys[:, :, first:].to(self._device), values[:, :, first:].to(self._device)
+            device = self._devices[number]
+            keys, values = keys[:, :, first:].to(device), values[:, :, first:].to(device)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, count
             return
-        self._initialize(layer, *((one.dtype, one.shape[1], one.shape[3]) for one in (keys, values)))
+        self._initialize(number, layer, *((one.dtype, one.shape[1], one.shape[3]) for one in (keys, values)))
         held = min(count, window, keys.shape[2])
         # A full window's oldest token leaves before anything is attended to, so it need not be there.
         end = min(count, window)

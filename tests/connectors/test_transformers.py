@@ -239,6 +239,17 @@ def test_a_window_can_be_gone_on_from_wherever_it_was_saved(store: blockkv.Store
     assert load(store, other, family, config=model.config)[1] == 96
 
 
+def test_each_layer_may_have_its_device(store: blockkv.Store) -> None:
+    model, tokens = model_of("gemma"), prompt(200)
+    family = model_family(model)
+    save(store, computed(model, tokens[:, :150]), tokens, family)
+    devices = [torch.device("cpu"), "cpu", "meta"]
+    found, held = load(store, tokens, family, config=model.config, device=devices)
+    assert held == 150
+    assert [layer.keys.device.type for layer in found.layers] == ["cpu", "cpu", "meta"]
+    assert found.layers[2].keys.shape == (1, 2, 150, 32)
+
+
 def test_an_array_serves_as_well(image_dir: Path) -> None:
     members = [image_dir / f"{name}.img" for name in "ab"]
     blockkv.format(members, size="64MiB", average_chunk="64KiB")
@@ -434,6 +445,14 @@ def test_caches_that_cannot_be_kept_are_named(store: blockkv.Store) -> None:
             save(store, what, ids, named)
     with pytest.raises(InvalidArgument, match="Fp8QuantizedLayer"):
         load(store, tokens, family, cache=Cache(layers=[Fp8QuantizedLayer()]))
+    older = computed(model_of("lfm"), tokens)
+    older.layers[0].conv_states = older.layers[0].conv_states[0]
+    with pytest.raises(InvalidArgument, match="conv state as a Tensor"):
+        save(store, older, tokens, model_family(model_of("lfm")))
+    oldest = StaticCache(config=model.config, max_cache_len=200)
+    del oldest.layers[1].cumulative_length
+    with pytest.raises(InvalidArgument, match="how many tokens"):
+        load(store, tokens, family, cache=oldest)
     with pytest.raises(InvalidArgument, match="holds tokens already"):
         load(store, tokens, family, cache=cache)
     with pytest.raises(InvalidArgument, match="no layers yet"):
