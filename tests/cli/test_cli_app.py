@@ -75,6 +75,7 @@ def test_usage_errors_as_json() -> None:
         (errors.DeviceError("x"), ExitCode.DEVICE),
         (errors.DeviceLost("x"), ExitCode.DEVICE),
         (errors.DeviceTooSmall("x"), ExitCode.DEVICE),
+        (errors.OwnerLost("x"), ExitCode.DEVICE),
         (FileNotFoundError(2, "x", "y"), ExitCode.DEVICE),
         (errors.NotFormatted("x"), ExitCode.FORMAT),
         (errors.VersionTooNew("x"), ExitCode.FORMAT),
