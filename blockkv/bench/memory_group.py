@@ -31,6 +31,7 @@ def memory_group(limit_bytes: int, pace: PacedDevice | None) -> Iterator[Path]:
     try:
         if not is_v1:
             (CGROUP_ROOT / "cgroup.subtree_control").write_text("+memory +io")
+        _remove_abandoned(group.parent)
         group.mkdir()
         try:
             (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(limit_bytes))
@@ -45,6 +46,14 @@ def memory_group(limit_bytes: int, pace: PacedDevice | None) -> Iterator[Path]:
         if isinstance(error, BlockKVError):
             raise
         raise BlockKVError(f"no control group at {group} can limit memory: {error}") from error
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Groups of processes that were killed. One that is in use cannot be removed."""
+    for group in root.glob(f"{PREFIX}*"):
+        if not Path("/proc", group.name.removeprefix(PREFIX)).exists():
+            with contextlib.suppress(OSError):
+                group.rmdir()
 
 
 def join(group: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from blockkv.bench.device import CGROUP_ROOT
-from blockkv.bench.memory_group import PREFIX
+from blockkv.bench.memory_group import PREFIX, memory_group
 from blockkv.bench.two_paths import ARMS, Shape, Timing, Work, measure
 from blockkv.errors import BlockKVError
 
@@ -62,7 +63,24 @@ def test_every_arrangement_runs_in_its_group(loop_device: Any) -> None:
         assert timing.memory_share == (1.0 if arm == "dual" else 0.0)
     with pytest.raises(BlockKVError, match="dual with"):
         measure("dual", device, SHAPE, 8 * MIB, None)
-    assert not list(CGROUP_ROOT.glob(f"**/{PREFIX}*"))
+    assert not list(CGROUP_ROOT.glob(f"**/{PREFIX}{os.getpid()}"))
+
+
+@pytest.mark.requires_root
+def test_groups_of_killed_processes_are_removed() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    with memory_group(64 * MIB, None) as group:
+        left = group.with_name(f"{PREFIX}{child.pid}")
+        other = group.with_name(f"{PREFIX}{os.getppid()}")
+        left.mkdir()
+        other.mkdir()
+    try:
+        with memory_group(64 * MIB, None):
+            assert not left.exists()
+            assert other.exists(), "that process lives"
+    finally:
+        other.rmdir()
 
 
 @pytest.mark.requires_root
