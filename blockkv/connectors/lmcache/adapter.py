@@ -1,8 +1,9 @@
 """The adapter that LMCache's store and prefetch controllers call, each on a thread of its own.
 
 Stores and loads go to `BackgroundJobs`, from and to LMCache's own memory, which is registered with the
-device. Lookups are answered in the call, from the index in memory. One of three descriptors tells that
-something has ended; by then LMCache has been told what came, went and was used.
+device. Lookups are answered in the call, from the index in memory, or in the background where another process
+has that. One of three descriptors tells that something has ended; by then LMCache has been told what came,
+went and was used.
 
 Invariants
   * no `submit_*` waits for the device, and whatever goes wrong after it has returned is a failed store or a
@@ -18,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +102,11 @@ class BlockKVL2Adapter(L2AdapterInterface):
         self._ended_loads: dict[int, Bitmap] = {}
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._told: set[str] = set()
+        self._has_policies = (config.eviction, config.admission) != ("lru", "all")
+        self._asking: ThreadPoolExecutor | None = None
+        """Asks the owner of the store, one thing after the other, where that is another process."""
+        if hasattr(self._store, "is_connected"):
+            self._asking = ThreadPoolExecutor(1, "blockkv-lookups")
         l1_bytes = l1_memory_desc.size if l1_memory_desc is not None else UNBOUNDED_BYTES
         self._jobs = BackgroundJobs(
             self._store,
@@ -176,25 +183,39 @@ class BlockKVL2Adapter(L2AdapterInterface):
     ) -> int:
         """Look for objects of these layouts; where a group has none, of any, and the load decides."""
         task = self._begin(keys)
+        self._ask(self._look_up, task, list(keys), dict(group_layout_descs))
+        return task
+
+    def _look_up(self, task: int, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> None:
         found, hits = Bitmap(len(keys)), 0
         try:
             self._locks.expire()
             layouts = {
-                group: self._names.layout_of(layout.shapes, layout.dtypes)
-                for group, layout in group_layout_descs.items()
+                group: self._names.layout_of(desc.shapes, desc.dtypes) for group, desc in descs.items()
             }
+            if self._has_policies:
+                self._tell_policies(keys, layouts)
             for position, key in enumerate(keys):
                 if self._find_and_lock(key, layouts.get(key.object_group_id, "")):
                     found.set(position)
                     hits += 1
-        except BlockKVError as error:
+        except Exception as error:
             self._tell_once("a lookup failed", error)
         self._count("lookup_hits", hits)
         self._count("lookup_misses", len(keys) - hits)
         with self._lock:
             self._ended_lookups[task] = found
         self._lookup_ended.notify()
-        return task
+
+    def _tell_policies(self, keys: Sequence[ObjectKey], layouts: Mapping[int, str]) -> None:
+        """Of a request for a prefix: LMCache asks for all ranks and object groups of it at once."""
+        prefixes: dict[tuple[int, int], list[str]] = {}
+        for key in keys:
+            layout = layouts.get(key.object_group_id)
+            if layout and (chunk := self._names.chunk(key, layout)):
+                prefixes.setdefault((key.kv_rank, key.object_group_id), []).append(chunk)
+        for chunks in prefixes.values():
+            self._store.lookup(chunks)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Which keys were found, and are locked; once."""
@@ -203,7 +224,15 @@ class BlockKVL2Adapter(L2AdapterInterface):
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Never fails."""
-        self._locks.unlock(keys)
+        self._ask(self._locks.unlock, list(keys))
+
+    def _ask(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Ask the index: here and now, or in the background where another process has it."""
+        if self._asking is None:
+            call(*arguments)
+            return
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._asking.submit(call, *arguments)
 
     def _find_and_lock(self, key: ObjectKey, layout: str) -> bool:
         if layout:
@@ -211,6 +240,8 @@ class BlockKVL2Adapter(L2AdapterInterface):
             if not chunk:
                 return False
             if self._locks.lock(key, chunk):
+                if self._asking is not None and self._books.of_chunk(chunk) is None:
+                    self._books.settle()  # another process has stored it; the load needs its size
                 return True
         others = [one for one in self._books.of_key(key) if one.layout != layout]
         if layout and others:
@@ -282,6 +313,8 @@ class BlockKVL2Adapter(L2AdapterInterface):
         """Payload of a chunk; 0 where there is none."""
         if (stored := self._books.of_chunk(chunk)) is not None:
             return stored.size_bytes
+        if self._asking is not None:
+            return 0  # it was not found by a lookup, and its owner may take long to say more
         entry = self._store.entry(chunk)
         return 0 if entry is None else entry.payload_bytes
 
@@ -375,6 +408,8 @@ class BlockKVL2Adapter(L2AdapterInterface):
             if self._closed:
                 return
             self._closed = True
+        if self._asking is not None:
+            self._asking.shutdown(cancel_futures=True)
         if not self._jobs.close():
             log.error("%s does not answer; it is left open", self._options.where)
             return
