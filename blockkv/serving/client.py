@@ -49,6 +49,7 @@ from blockkv.format.record import key_digest
 from blockkv.serving import protocol
 from blockkv.serving.client_path import ClientPath
 from blockkv.serving.client_puts import ClientPuts
+from blockkv.serving.client_watch import ClientWatch
 from blockkv.serving.connection import Connection, TimedOut, error_of
 from blockkv.serving.protocol import Malformed, Message, encode
 from blockkv.serving.wire import Frames
@@ -65,6 +66,7 @@ from blockkv.store.preloads import Preloads
 from blockkv.store.scrub import ScrubReport
 from blockkv.store.store import BELONGS_TO_PARENT, COUNTERS, ChunkInfo, Store, StoreFuture, several_keys
 from blockkv.store.streams import StreamPool
+from blockkv.store.watch import Watch
 from blockkv.tensors import Tensors, describe
 
 __all__ = ["ClientStore"]
@@ -153,6 +155,7 @@ class ClientStore(Store):
         """Memory that is registered, by our own handles."""
         self._last_registration = 0
         self._last_listing = 0
+        self._last_watch = 0
         self._owed = ""
         """What the next commit has to say of changes that went away with an owner."""
         self._session = self._connect()
@@ -451,6 +454,18 @@ class ClientStore(Store):
                 some = more()
 
         return found()
+
+    def watch(self) -> Watch:
+        """See `Store.watch`. While the owner is gone nothing is told; afterwards what the next one has found."""
+        self._check_open()
+        with self._lock:
+            self._last_watch += 1
+            return ClientWatch(self._last_watch, self._take_changes)
+
+    def _take_changes(self, message: protocol.TakeChanges) -> tuple[protocol.Changes, Connection]:
+        with self._operation():
+            session = self._session
+            return self._call_on(session, message, protocol.Changes), session.connection
 
     def entry(self, key: Key) -> ChunkInfo | None:
         digest = key_digest(encode_key(key))

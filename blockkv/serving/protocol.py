@@ -45,6 +45,7 @@ __all__ = [
     "Answer",
     "BeginPuts",
     "Begun",
+    "Changes",
     "Checkpoint",
     "Commit",
     "Count",
@@ -54,6 +55,7 @@ __all__ = [
     "Document",
     "Doubt",
     "EndPuts",
+    "EndWatch",
     "Ended",
     "Failure",
     "GiveUp",
@@ -71,6 +73,7 @@ __all__ = [
     "Outcome",
     "Release",
     "Stats",
+    "TakeChanges",
     "WaitForPut",
     "Welcome",
     "decode",
@@ -537,6 +540,32 @@ class Listed(Message):
 
     keys: Raws
     keys_are_text: Raw
+
+
+@_message(44)
+class TakeChanges(Message):
+    """What came and went since the last time; with a number that is new, what is there. Answer: `Changes`."""
+
+    watch: U32
+
+
+@_message(45)
+class Changes(Message):
+    """Some changes, in order; column by column."""
+
+    keys: Raws
+    kinds: Raw
+    """A byte each: bit 0: the key is text; bit 1: the chunk is there now."""
+    sizes_bytes: U64s
+    more: U8
+    """Whether to ask again: all of them together are what was so at one moment."""
+
+
+@_message(46)
+class EndWatch(Message):
+    """No more of this. No answer."""
+
+    watch: U32
 
 
 @_message(50)

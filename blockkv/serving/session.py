@@ -26,7 +26,7 @@ import socket
 import struct
 import threading
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -53,6 +53,7 @@ from blockkv.space.allocator import Extent
 from blockkv.store import Store
 from blockkv.store.keeping import Stay, stay
 from blockkv.store.room import displace, make_room, place
+from blockkv.store.watch import Change, Watch
 
 __all__ = ["Session"]
 
@@ -66,6 +67,7 @@ GRANTED_SHARE = 4
 JOB_LIMIT = 64
 """Requests of one client that may wait, for the device or for others, before the next is looked at."""
 LISTING_LIMIT = 8
+WATCH_LIMIT = 8
 KEYS_AT_A_TIME = 1024
 CLAIM_WAIT_S = 1.0
 SEND_TIMEOUT_S = 10
@@ -156,6 +158,8 @@ class Session:
         self._granted_units = 0
         self._pins: Counter[tuple[bytes, int]] = Counter()
         """By digest and log sequence: what was put again under a key is not what was pinned."""
+        self._watches: dict[int, tuple[Watch, deque[Change]]] = {}
+        """Each with changes that were taken for the client and not told yet."""
         self._listings: dict[int, Iterator[str | bytes]] = {}
         self.is_heard = True
         """False once the connection is over."""
@@ -291,8 +295,12 @@ class Session:
                     self._state.index.pin(digest, -count)
             self._pins.clear()
             self._listings.clear()
+            watches = [watch for watch, _ in self._watches.values()]
+            self._watches.clear()
             self._state.changed.notify_all()
             self._idle.notify_all()
+        for watch in watches:
+            watch.close()
         self._connection.close()
         self._owner.look_at(self)
 
@@ -775,9 +783,29 @@ class Session:
         if not found:
             del self._listings[message.listing]
         return protocol.Listed(
-            [key.encode(errors="surrogateescape") if isinstance(key, str) else key for key in found],
+            list(map(_raw, found)),
             bytes([isinstance(key, str) for key in found]),
         )
+
+    def take_changes(self, message: protocol.TakeChanges) -> Message:
+        """See `protocol.TakeChanges`."""
+        if message.watch not in self._watches:
+            if len(self._watches) >= WATCH_LIMIT:
+                raise Malformed(f"more than {WATCH_LIMIT} watches")
+            self._watches[message.watch] = self._store.watch(), deque()
+        watch, taken = self._watches[message.watch]
+        if not taken:
+            taken.extend(watch.take())
+        some = [taken.popleft() for _ in range(min(KEYS_AT_A_TIME, len(taken)))]
+        kinds = bytes(isinstance(one.key, str) | one.stored << 1 for one in some)
+        sizes = array("Q", [one.payload_bytes for one in some])
+        return protocol.Changes([_raw(one.key) for one in some], kinds, sizes, int(bool(taken)))
+
+    def end_watch(self, message: protocol.EndWatch) -> None:
+        """See `protocol.EndWatch`."""
+        watch, _ = self._watches.pop(message.watch, (None, None))
+        if watch is not None:
+            watch.close()
 
     def stats(self, message: protocol.Stats) -> Message:
         """See `protocol.Stats`."""
@@ -811,10 +839,16 @@ HANDLERS: dict[type[Message], Callable[[Session, Any], Message | None]] = {
     protocol.Mark: Session.mark,
     protocol.Describe: Session.describe,
     protocol.ListKeys: Session.list_keys,
+    protocol.TakeChanges: Session.take_changes,
+    protocol.EndWatch: Session.end_watch,
     protocol.Stats: Session.stats,
     protocol.Info: Session.info,
     protocol.Length: Session.length,
 }
+
+
+def _raw(key: str | bytes) -> bytes:
+    return key.encode(errors="surrogateescape") if isinstance(key, str) else key
 
 
 def _put_record(entry: Entry) -> bytes:

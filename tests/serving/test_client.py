@@ -178,6 +178,58 @@ def test_the_catalog(store: blockkv.Store) -> None:
     store.checkpoint()
 
 
+class Books:
+    """What a watch has told, applied in order; a change that cannot be is an error."""
+
+    def __init__(self, store: blockkv.Store) -> None:
+        self.watch = store.watch()
+        self.sizes: dict[str | bytes, int] = {}
+
+    def settle(self) -> dict[str | bytes, int]:
+        for change in self.watch.take():
+            if change.stored:
+                assert change.key not in self.sizes
+                self.sizes[change.key] = change.payload_bytes
+            else:
+                assert self.sizes.pop(change.key) == change.payload_bytes
+        return self.sizes
+
+
+def test_a_watch_keeps_exact_books(store: blockkv.Store) -> None:
+    store.put("early", bytes(1000))
+    books = Books(store)
+    assert books.settle() == {"early": 1000}
+    assert books.watch.take() == []
+    store.put_many([(f"key {number}", bytes(10 + number)) for number in range(1500)])
+    store.put(b"\xff", bytes(7))
+    store.delete("key 3")
+    store.delete("early")
+    store.put("early", bytes(2000))
+    assert books.settle() == {
+        **{f"key {number}": 10 + number for number in range(1500) if number != 3},
+        b"\xff": 7,
+        "early": 2000,
+    }
+    for number in range(30):
+        store.put(f"large {number}", bytearray(4 << 20))
+    assert set(books.settle()) == set(store.keys())
+    books.watch.close()
+    store.close()
+    assert books.watch.take() == []
+
+
+def test_where_a_chunk_lies(store: blockkv.Store) -> None:
+    store.put("key", noise(1, 50_000))
+    with store.extents("key") as chunk:
+        memory = blockkv.empty((chunk.size_bytes,), torch.uint8)
+        position = 0
+        for fd, offset_bytes, length_bytes in chunk.descriptors:
+            os.preadv(fd, [memory.numpy()[position : position + length_bytes]], offset_bytes)
+            position += length_bytes
+        assert torch.equal(chunk.tensors(memory), noise(1, 50_000))
+    assert store.extents("missing") is None
+
+
 def test_more_keys_than_one_answer_has(store: blockkv.Store) -> None:
     keys = [f"{number:05}" for number in range(2500)]
     store.put_many([(key, b"x") for key in keys])

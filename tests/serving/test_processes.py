@@ -183,6 +183,35 @@ def test_clients_go_on_when_their_owner_is_back(owner_process: StartOwner) -> No
             pytest.fail("the other client does not find what it put")
 
 
+def test_a_watch_goes_on_with_the_next_owner(owner_process: StartOwner) -> None:
+    """What went away with the one is told as gone, what others put meanwhile as stored."""
+    owner = owner_process(None, "--commit-interval-ms", 3_600_000)
+    with blockkv.open(owner.socket) as store:
+        store.put_many([("a", bytes(10)), ("b", bytes(20)), ("c", bytes(30))], durable=True)
+        store.put("lazy", bytes(40))
+        watch = store.watch()
+        assert {change.key for change in watch.take()} == {"a", "b", "c", "lazy"}
+        owner.end()
+        assert watch.take() == []
+        with blockkv.open(owner.device) as direct:
+            direct.delete("b")
+            direct.delete("c")
+            direct.put_many([("c", bytes(31)), ("d", bytes(50))])
+        owner.again()
+        wait_until(connected(store), "it is connected again")
+        changes = watch.take()
+        assert {(one.key, one.payload_bytes) for one in changes if not one.stored} == {
+            ("b", 20),
+            ("c", 30),
+            ("lazy", 40),
+        }
+        assert {(one.key, one.payload_bytes) for one in changes if one.stored} == {("c", 31), ("d", 50)}
+        store.put("e", bytes(60))
+        assert watch.take() == [blockkv.Change("e", 60, True)]
+        with pytest.raises(OwnerLost):
+            store.commit()
+
+
 def test_a_clean_end_of_the_owner_loses_nothing(owner_process: StartOwner) -> None:
     owner = owner_process(None, "--commit-interval-ms", 3_600_000)
     with blockkv.open(owner.socket) as store:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockkv.format.record import DIGEST_BYTES
@@ -49,6 +49,7 @@ def decoded(frame: bytes) -> Message:
         return protocol.decode(kind, view[HEADER.size :])
 
 
+@settings(deadline=None)
 @given(messages(), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_what_is_encoded_is_decoded(message: Message, request: int, durable: int) -> None:
     frame = protocol.encode(message, request, durable)
@@ -57,6 +58,7 @@ def test_what_is_encoded_is_decoded(message: Message, request: int, durable: int
     assert protocol.encode(decoded(frame), request, durable) == frame
 
 
+@settings(deadline=None)
 @given(messages(), st.data())
 def test_what_is_cut_or_longer_is_refused(message: Message, data: st.DataObject) -> None:
     body = protocol.encode(message)[HEADER.size :]
