@@ -456,7 +456,7 @@ class ClientStore(Store):
         return found()
 
     def watch(self) -> Watch:
-        """See `Store.watch`. While the owner is gone nothing is told; afterwards what the next one has found."""
+        """See `Store.watch`. While the owner is gone nothing is told; afterwards what the next one found."""
         self._check_open()
         with self._lock:
             self._last_watch += 1
