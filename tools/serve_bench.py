@@ -129,6 +129,7 @@ def one_round(
     batches = [keys[first : first + in_batch] for first in range(0, count, in_batch)]
     sources, targets = list(chunks.unbind(0)), list(outs.unbind(0))
     gb = count * chunks[0].nbytes / 1e9
+    singles = min(singles, count // 2)
 
     def put() -> None:
         for batch in batches:
@@ -148,7 +149,7 @@ def one_round(
             store.delete(keys[number])
         store.commit()
         one_put = times_us(singles, lambda number: store.put(f"single/{number}", sources[0]))
-        one_look = times_us(LOOKUPS, lambda number: store.contains(keys[-1 - number % 100]))
+        one_look = times_us(LOOKUPS, lambda number: store.contains(keys[-1 - number % singles]))
         many = (keys[singles:] * LOOKUP_KEYS)[:LOOKUP_KEYS]
         many_look = times_us(LOOKUPS // 10, lambda number: store.lookup(many))
     return Round(
