@@ -407,21 +407,26 @@ class Sequences:
     def _find_whole(self, ids: NDArray[np.int32]) -> tuple[str, int] | None:
         """The key of the stored sequence that shares most with `ids`, and how many tokens at least."""
         usable = ids[: max(0, len(ids) - 1)]
-        exact = self._whole_keys(usable)
-        best: tuple[str, int] | None = None
-        for number in range(len(exact) - 1, -1, -1):
-            if self.store.contains(exact[number]):
-                best = exact[number], number + 1
-                break
-        places = blockkv.prefix_keys(usable, self.chunk_tokens, self.family)
+        marked = self._find_marked(usable) if self.context.can_cut else None
+        least = marked[1] if marked else 0
+        # One that goes on for a chunk and more has a mark there. One that cannot be cut has to end in time,
+        # and a mark beyond its end may lead to another one.
+        most = least + self.chunk_tokens if self.context.can_cut else len(usable)
+        exact = self._whole_keys(usable[:most])
+        for number in range(len(exact), least, -1):
+            if self.store.contains(exact[number - 1]):
+                return exact[number - 1], number
+        return marked
+
+    def _find_marked(self, ids: NDArray[np.int32]) -> tuple[str, int] | None:
+        """The same by the marks alone."""
+        places = blockkv.prefix_keys(ids, self.chunk_tokens, self.family)
         for number in range(len(places), 0, -1):
-            if best is not None and number * self.chunk_tokens <= best[1]:
-                break
             if self.store.contains(places[number - 1]):
                 mark = self.store.get(places[number - 1], deadline_s=self._load_deadline_s)
                 if mark is not None and self.store.contains(_target(mark)):
                     return _target(mark), number * self.chunk_tokens
-        return best
+        return None
 
     def _whole_keys(self, ids: NDArray[np.int32]) -> list[str]:
         """For every token the key that a sequence has which ends with it."""
