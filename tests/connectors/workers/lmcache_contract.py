@@ -503,6 +503,18 @@ def check_eviction_by_lmcache_works_too(device: Device) -> None:
     tier.close()
 
 
+def check_policies_hear_of_requests(device: Device) -> None:
+    l1 = L1()
+    tier = device.open(l1, admission="twice")
+    some, objects = keys(range(4)), l1.objects(range(4))
+    assert not any(look(tier, some))
+    assert not store(tier, some, objects).is_successful()  # asked for once
+    assert not any(look(tier, keys(range(5))))  # another request, with the same beginning
+    assert store(tier, some, objects).is_successful()
+    assert all(look(tier, some))
+    tier.close()
+
+
 def check_a_closed_adapter_takes_nothing(device: Device) -> None:
     l1 = L1()
     tier = device.open(l1)
