@@ -338,13 +338,14 @@ class BlockKVL2Adapter(L2AdapterInterface):
         return super().get_usage()
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete what is not locked."""
+        """Delete what nobody has locked."""
         self._locks.expire()
         self._books.settle()
         try:
             for key in keys:
-                if key not in self._locks:
-                    for stored in self._books.of_key(key):
+                for stored in self._books.of_key(key):
+                    entry = self._store.entry(stored.chunk)
+                    if entry is not None and not entry.pins:  # by whoever shares the store
                         self._store.delete(stored.chunk)
         except BlockKVError as error:
             self._tell_once("deleting failed", error)

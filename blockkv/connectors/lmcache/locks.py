@@ -56,9 +56,6 @@ class Locks:
         """How many keys are locked."""
         return len(self._numbers)
 
-    def __contains__(self, key: ObjectKey) -> bool:
-        return key in self._numbers
-
     def lock(self, key: ObjectKey, chunk: str) -> bool:
         """Keep the chunk, which is that of the key; False where there is none. Raises StoreClosed."""
         if not self._store.pin(chunk):

@@ -11,6 +11,7 @@ import contextlib
 import json
 import random
 import select
+import subprocess
 import sys
 import tempfile
 import threading
@@ -649,6 +650,63 @@ def check_a_device_that_goes_away_is_misses_and_failed_stores(_: Device) -> None
         while tier.report_status()["is_healthy"] and time.monotonic() < until:
             time.sleep(0.02)
         assert "No such device" in tier.report_status()["problem"]
+
+
+def check_two_share_a_store_that_another_process_owns(device: Device) -> None:
+    socket = device.path.with_suffix(".sock")
+    with owner_of(device, socket) as owner:
+        l1 = L1()
+        one, other = device.open(l1, device=str(socket)), device.open(l1, device=str(socket))
+        listener = Listener()
+        other.register_listener(listener)
+        some = keys(range(8))
+        assert store(one, some, l1.objects(range(8))).is_successful()
+        assert all(look(other, some))
+        out = l1.blank(8)
+        assert all(load(other, some, out))
+        assert all(torch.equal(out[number].raw_data, content(number)) for number in range(8))
+        one.delete(some)  # locked by the other
+        assert all(look(one, some))
+        one.submit_unlock(some)
+        other.submit_unlock(some)
+        assert other.get_usage().total_bytes_used == 8 * CHUNK_BYTES == sum(listener.sizes.values())
+        until = time.monotonic() + PATIENCE_S
+        while other.get_usage().total_bytes_used and time.monotonic() < until:
+            one.delete(some)
+        assert other.get_usage().total_bytes_used == 0 == len(listener.sizes)
+        store(one, some, l1.objects(range(8)))
+
+        owner.kill()
+        owner.wait()
+        assert load(other, some, l1.blank(8)) == [False] * 8
+        assert not store(other, keys([99]), l1.objects([99])).is_successful()
+        with owner_of(device, socket):
+            until = time.monotonic() + PATIENCE_S
+            while not all(look(other, some)) and time.monotonic() < until:
+                time.sleep(0.1)
+            out = l1.blank(8)
+            assert all(load(other, some, out))
+            assert all(torch.equal(out[number].raw_data, content(number)) for number in range(8))
+            assert other.get_usage().total_bytes_used == 8 * CHUNK_BYTES == sum(listener.sizes.values())
+            one.close()
+            other.close()
+
+
+@contextlib.contextmanager
+def owner_of(device: Device, socket: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`blockkv serve`."""
+    command = [sys.executable, "-m", "blockkv", "serve", str(device.path), "--socket", str(socket)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as owner:
+        try:
+            until = time.monotonic() + PATIENCE_S
+            while time.monotonic() < until:
+                with contextlib.suppress(blockkv.BlockKVError):
+                    blockkv.open(socket).close()
+                    break
+                time.sleep(0.1)
+            yield owner
+        finally:
+            owner.kill()
 
 
 # -- configuration ---------------------------------------------------------------------------------------
