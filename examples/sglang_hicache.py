@@ -1,8 +1,9 @@
-#!/usr/bin/env python3
+#!/usr/bin/env python
 """SGLang's HiCache on a store, without a GPU: SGLang's host pool and hashes, and the storage backend.
 
-    .engines/sglang/bin/python examples/sglang_hicache.py                  a store in a temporary file
-    .engines/sglang/bin/python examples/sglang_hicache.py /dev/nvme0n1p4   one that is formatted, or blank
+    source .engines/sglang/bin/activate      or SGLang's environment, wherever it is
+    examples/sglang_hicache.py               a store in a temporary file
+    examples/sglang_hicache.py DEVICE        one that is formatted, or blank
 
 Ten pages of a host pool are stored as HiCache would, and looked for by a second backend, as after a
 restart. It finds nine of them, because the other prompt differs in its last page. In a server SGLang does

@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 import blockkv
 from blockkv.connectors.memory import tensor_at
 from blockkv.connectors.opening import open_store
+from blockkv.connectors.weights import fingerprint, weight_files
 from blockkv.errors import BatchError, BlockKVError, InvalidArgument
 
 __all__ = ["BlockKVHiCache"]
@@ -62,8 +64,8 @@ OPTIONS: dict[str, Any] = {
     "load_deadline_s": 10.0,
     "store_deadline_s": None,
     "register": True,
-    "eviction": "lru",
-    "admission": "all",
+    "eviction": None,
+    "admission": None,
 }
 """Ours, with what they are where they are not given."""
 GEOMETRY = (
@@ -104,7 +106,15 @@ class BlockKVHiCache(HiCacheStorage):
         self._lock = threading.Lock()
         self._metrics: dict[str, list[float]] = {}
         self._forget_metrics()
+        self._weights = self._options["weights"]
+        files = [] if self._weights else _weights_of(storage_config.model_name or "")
         self._store = _open(self._options, storage_config)
+        if files:
+            try:
+                self._weights = fingerprint(files, remembered_in=self._store)
+            except BaseException:
+                self._store.close()
+                raise
 
     # -- pools -----------------------------------------------------------------------------------------
 
@@ -148,7 +158,7 @@ class BlockKVHiCache(HiCacheStorage):
         )
         return blockkv.Family(
             model=str(self._model),
-            weights=self._options["weights"],
+            weights=self._weights,
             dtype=f"{dtype}, {self._options['kv_cache_dtype'] or dtype}",
             layout=f"{FORMAT}, {layout}, {shares}",
             tensor_rank=0 if replicated else config.tp_rank,
@@ -531,12 +541,18 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: given.get(name, default) for name, default in OPTIONS.items()}
     if not options["device"]:
         raise InvalidArgument("give the option device: a path, several, or the socket of `blockkv serve`")
-    if not options["weights"]:
-        raise InvalidArgument(
-            "give the option weights: the commit or a digest of the weights. SGLang's keys do not depend on "
-            "them, and the pages of other weights would be taken for these"
-        )
     return options
+
+
+def _weights_of(model: str) -> Sequence[Path]:
+    """The files whose bytes stand for the weights."""
+    if not Path(model).exists():
+        raise InvalidArgument(
+            f"the model {model} is no path here, so its weights have no fingerprint. SGLang's keys do not "
+            "depend on them, and pages of other weights would be taken for these: give the option weights, "
+            "the commit that they came with, or serve a model from a directory"
+        )
+    return weight_files(model)
 
 
 def _open(options: Mapping[str, Any], config: HiCacheStorageConfig) -> blockkv.Store:
@@ -558,8 +574,7 @@ def _open(options: Mapping[str, Any], config: HiCacheStorageConfig) -> blockkv.S
         named,
         format=options["format"],
         average_chunk=options["average_chunk"],
-        eviction=options["eviction"],
-        admission=options["admission"],
+        **{name: options[name] for name in ("eviction", "admission") if options[name] is not None},
     )
 
 

@@ -51,9 +51,15 @@ def test_every_check_ran(outcomes: Any) -> None:
 
 
 def test_the_example_runs() -> None:
+    python = engine_python("sglang")
     done = subprocess.run(
-        [engine_python("sglang"), ROOT / "examples" / "sglang_hicache.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [python, ROOT / "examples" / "sglang_hicache.py"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
+            "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions"),
+        },
         capture_output=True,
         text=True,
         timeout=120,

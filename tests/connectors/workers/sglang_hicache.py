@@ -13,8 +13,10 @@ import itertools
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -645,6 +647,7 @@ def bad_configurations_are_exceptions_at_the_start(directory: Path) -> None:
     raises(InvalidArgument, "unknown options: devise", start({"devise": "x"}))
     raises(InvalidArgument, "option device", start({"device": None}))
     raises(InvalidArgument, "option weights", start({"weights": None}))
+    raises(InvalidArgument, "no weights are there", start({"weights": None}, model_name=str(directory)))
     raises(InvalidArgument, "option model", start({}, model_name=""))
     raises(BlockKVError, "absent.img", start({"device": str(directory / "absent.img")}))
     raises(blockkv.NotFormatted, "kv.img", start({"format": False}))
@@ -677,6 +680,78 @@ def ranks_have_devices_of_their_own(directory: Path) -> None:
         assert backup(controller) == len(TOKENS)
         assert hits(controller) == 9 * PAGE_TOKENS
         controller.storage_backend.close()
+
+
+@check
+def weights_are_known_by_their_files(directory: Path) -> None:
+    given = {**options(directory), "weights": None}
+    models = [directory / name for name in ("first", "second")]
+    for number, model in enumerate(models):
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(bytes([number]) * 1000)
+    for _ in range(2):
+        with attached(mha_pool("page_first"), given, model_name=str(models[0])) as controller:
+            assert backup(controller) == len(TOKENS)
+    with attached(
+        mha_pool("page_first"), {**given, "model": str(models[0])}, model_name=str(models[1])
+    ) as other:
+        assert hits(other) == 0, "the same name and other weights"
+        (models[1] / "model.safetensors").write_bytes(bytes(1000))
+    with attached(
+        mha_pool("page_first"), {**given, "model": str(models[0])}, model_name=str(models[1])
+    ) as same:
+        assert hits(same) == 9 * PAGE_TOKENS
+
+
+@contextmanager
+def owner(device: Path, socket: Path) -> Iterator[subprocess.Popen[str]]:
+    """`blockkv serve`."""
+    command = [sys.executable, "-m", "blockkv", "serve", str(device), "--socket", str(socket), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "{\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@check
+def ranks_share_a_device_through_its_owner(directory: Path) -> None:
+    device, socket = image(directory), directory / "owner.sock"
+    blockkv.format(device, average_chunk="64KiB")
+    given = options(directory, device=str(socket))
+    with owner(device, socket) as process:
+        mla = [
+            attach(mla_pool("page_first"), given, is_mla_model=True, tp_size=2, tp_rank=rank)
+            for rank in range(2)
+        ]
+        mha = [attach(mha_pool("page_first"), given, tp_size=2, tp_rank=rank) for rank in range(2)]
+        assert backup(mla[0]) == len(TOKENS)
+        fill(mla[1].storage_host_pool, 2)
+        assert prefetch(mla[1]) == 9 * PAGE_TOKENS
+        assert_arrived(mla[1].storage_host_pool, mla_pool("page_first"))
+        fill(mha[1].storage_host_pool, 3)
+        for controller in mha:
+            assert hits(controller) == 0, "shares of heads are each rank's own"
+            assert backup(controller) == len(TOKENS)
+        for controller in mha:
+            pool = controller.storage_host_pool
+            assert prefetch(controller) == 9 * PAGE_TOKENS
+            for mine, theirs in zip(pages(pool, TARGET, 9), pages(pool, 0, 9), strict=True):
+                assert torch.equal(mine, theirs)
+        process.kill()
+        process.wait()
+        assert hits(mha[0]) in (0, 9 * PAGE_TOKENS)
+        assert mha[0].storage_backend.batch_set_v1(["new"], torch.arange(PAGE_TOKENS)) == [False]
+    with owner(device, socket):
+        deadline_s = time.monotonic() + 20
+        while not mha[0].storage_backend.batch_set_v1(["new"], torch.arange(PAGE_TOKENS))[0]:
+            assert time.monotonic() < deadline_s, "it has not connected again"
+            time.sleep(0.05)
+        assert prefetch(mha[1]) == 9 * PAGE_TOKENS
+        for controller in (*mla, *mha):
+            controller.storage_backend.close()
 
 
 @check
