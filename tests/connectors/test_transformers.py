@@ -263,6 +263,25 @@ def test_an_array_serves_as_well(image_dir: Path) -> None:
     assert torch.equal(go_on(model, found, tokens[:, 150:]), go_on(model, fresh, tokens[:, 150:]))
 
 
+def test_a_store_that_another_process_owns_serves_as_well(image: Path, tmp_path: Path) -> None:
+    model, tokens = model_of("gemma"), prompt(200)
+    family = model_family(model)
+    socket = tmp_path / "owner.sock"
+    command = [sys.executable, "-m", "blockkv", "serve", image, "--socket", socket, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == "{\n"
+            with blockkv.open(socket) as first, blockkv.open(socket) as second:
+                assert save(first, computed(model, tokens[:, :150]), tokens, family, durable=True) == 150
+                found, held = load(second, tokens, family, config=model.config)
+        finally:
+            owner.kill()
+    assert held == 150
+    fresh = computed(model, tokens[:, :150])
+    assert torch.equal(go_on(model, found, tokens[:, 150:]), go_on(model, fresh, tokens[:, 150:]))
+
+
 # -- never another's ---------------------------------------------------------------------------------------
 
 
