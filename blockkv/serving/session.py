@@ -501,6 +501,10 @@ class Session:
                 raise Malformed(f"a key of {len(key)} bytes, with layout {layout}")
             if not 1 <= size_bytes <= limit_bytes:
                 raise Malformed(f"a chunk of {size_bytes} bytes")
+            if size_bytes != layouts[layout].payload_bytes:
+                raise Malformed(
+                    f"a chunk of {size_bytes} bytes with a layout of {layouts[layout].payload_bytes}"
+                )
             asked.append(
                 _Ticket(
                     0,
@@ -756,6 +760,8 @@ class Session:
             else:
                 done = self._pins[pin] > 0 and index.pin(digest, -1)
                 self._pins[pin] -= done
+            if not self._pins[pin]:
+                del self._pins[pin]
         return protocol.Answer(int(done))
 
     def describe(self, message: protocol.Describe) -> Message:

@@ -252,6 +252,18 @@ def test_pins_keep_chunks(store: blockkv.Store) -> None:
     assert store.get("kept") is None
 
 
+def test_the_owner_forgets_pins_that_are_taken_back(serve: Serves) -> None:
+    owner = serve()
+    with blockkv.open(owner.path) as store:
+        for number in range(3):
+            store.put(f"key {number}", b"x")
+            assert store.pin(f"key {number}")
+            assert store.unpin(f"key {number}")
+            assert store.touch(f"key {number}")
+        (session,) = owner._sessions
+        assert not session._pins
+
+
 def test_more_than_there_is_room_for_at_once(store: blockkv.Store) -> None:
     store.put_many([(str(number), bytearray([number]) * (3 << 20)) for number in range(40)])
     found = [number for number in range(40) if store.contains(str(number))]
@@ -391,6 +403,7 @@ def test_what_is_for_the_owner_is_refused(client: blockkv.Store, serve: Serves) 
         lambda: client.scrub(),
         lambda: client.start_scrub(),
         lambda: client.discard_freed(),
+        lambda: client.watch(),
         lambda: client.findings,
     ):
         with pytest.raises(InvalidArgument, match="owner"):

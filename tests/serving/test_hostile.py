@@ -154,6 +154,7 @@ def test_no_greeting(raw: Callable[[], Raw], sent: bytes) -> None:
         protocol.BeginPuts([b"k"], b"\1\1", array("Q", [10]), [LAYOUT.body], array("I", [0]), 0.0, 0, 0),
         protocol.BeginPuts([b"k"], b"\1", array("Q", [1]), [LAYOUT.body], array("I", [0]), -1.0, 0, 0),
         protocol.BeginPuts([b"k"], b"\1", array("Q", [1]), [LAYOUT.body], array("I", [0]), 0.0, 2**40, 0),
+        protocol.BeginPuts([b"k"], b"\1", array("Q", [4999]), [LAYOUT.body], array("I", [0]), 0.0, 0, 0),
         protocol.Delete([]),
         protocol.Mark([bytes(32)] * 2, 0),
         protocol.Answer(3),
