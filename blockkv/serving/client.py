@@ -264,7 +264,7 @@ class ClientStore(Store):
             pause_s = min(2 * pause_s, RECONNECT_S[1])
             try:
                 session = self._connect()
-            except BlockKVError as error:
+            except (BlockKVError, OSError) as error:  # short of descriptors, say: not for ever
                 logger.debug("%s", error)
                 continue
             if session.uuid != before.uuid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving_tools import Serves
+from serving_tools import Serves, wait_until
 
 import blockkv
 from blockkv import KVLayout, Part
@@ -262,6 +263,26 @@ def test_the_owner_forgets_pins_that_are_taken_back(serve: Serves) -> None:
             assert store.touch(f"key {number}")
         (session,) = owner._sessions
         assert not session._pins
+
+
+def test_connecting_again_outlives_a_lack_of_descriptors(
+    serve: Serves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = serve()
+    with blockkv.open(owner.path) as store:
+        connect, failures = ClientStore._connect, [1, 2]
+
+        def connect_late(self: ClientStore) -> Any:
+            if failures:
+                failures.pop()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return connect(self)
+
+        monkeypatch.setattr(ClientStore, "_connect", connect_late)
+        (session,) = owner._sessions
+        session.hang_up()
+        wait_until(lambda: not failures and store.is_connected, "it is connected again")
+        assert store.put("key", b"x")
 
 
 def test_more_than_there_is_room_for_at_once(store: blockkv.Store) -> None:
