@@ -122,8 +122,8 @@ class ClientStore(Store):
     """A store that is open in the process of `blockkv serve`. Get one from `blockkv.open` with its socket.
 
     A `Store` with the same promises. What differs: the owner may go and come back (see the module), pins end
-    with this store, and what concerns the whole device is for the owner: `reserve`, `watch`, `check`,
-    `scrub` and `discard_freed` raise InvalidArgument. Counters in `stats` that this store has are its own, those of the
+    with this store, and what concerns the whole device is for the owner: `reserve`, `check`, `scrub` and
+    `discard_freed` raise InvalidArgument. Counters in `stats` that this store has are its own, those of the
     owner for all clients are called `owner_...`.
     """
 
@@ -308,9 +308,6 @@ class ClientStore(Store):
             if sequence:
                 self._changed(session, sequence, durable)
         return sequence > 0
-
-    def watch(self) -> Watch:
-        raise self._for_owner("watch", "ask its `stats` and `keys`")
 
     def commit(self) -> None:
         """See `Store.commit`. Raises OwnerLost once where changes may have gone away with an owner."""

@@ -38,6 +38,10 @@ NOT_WRITTEN = 1
 A = TypeVar("A", bound=Message)
 
 
+class TooLate(Exception):
+    """The deadline of the call is over. The owner may answer yet."""
+
+
 class ClientPuts(Puts):
     """One put or put_many call of a client."""
 
@@ -76,9 +80,15 @@ class ClientPuts(Puts):
         puts = self._columns(positions, items, keys, list(map(key_digest, keys)), pieces)
         if not positions:
             return puts
+        patience_s = self._patience_s
+        if self._deadline_ns:
+            patience_s = min(patience_s, max(0.0, (self._deadline_ns - time.monotonic_ns()) / 1e9))
         try:
-            begun = self._call(self._begin(puts), protocol.Begun, self._take_back)
+            begun = self._call(self._begin(puts), protocol.Begun, self._take_back, patience_s)
             extents = _extents(begun, len(positions))
+        except TooLate:
+            self._count("put_dropped", len(positions))
+            return puts.chosen([])
         except BlockKVError as error:
             self.errors |= dict.fromkeys(positions, error)
             return puts.chosen([])
@@ -217,10 +227,17 @@ class ClientPuts(Puts):
             self.errors[puts.positions[number]] = device_error(self._state.device.path, what, code)
         return outcomes
 
-    def _call(self, message: Message, kind: type[A], late: object = None) -> A:
+    def _call(
+        self, message: Message, kind: type[A], late: object = None, patience_s: float | None = None
+    ) -> A:
+        """The owner's answer. Raises TooLate where less than the usual patience was over."""
+        usual_s = self._patience_s
+        left_s = usual_s if patience_s is None else patience_s
         try:
-            return self._state.connection.call(message, kind, self._patience_s, late)  # type: ignore[arg-type]
+            return self._state.connection.call(message, kind, left_s, late)  # type: ignore[arg-type]
         except TimedOut:
+            if left_s < usual_s:
+                raise TooLate from None
             self._state.connection.end("it does not answer")
             raise
 

@@ -73,6 +73,8 @@ class Connection:
         self._is_reading = False
         self._send_lock = threading.Lock()
         self._unsent = b""
+        self._queued_bytes = 0
+        """Of all frames so far; those that are not sent yet stand in `_unsent`."""
 
     def call(
         self,
@@ -177,23 +179,38 @@ class Connection:
         )
 
     def _send(self, frame: bytes, deadline_s: float | None) -> None:
-        """Send all of it; without a deadline as much as goes, and the rest with the next one."""
+        """Send all of it; without a deadline as much as goes, and the rest with the next one.
+
+        Nobody waits for room with the lock: what others send, and when they give up, is their own affair.
+        """
         with self._send_lock:
             self._unsent += frame
-            while self._unsent:
-                self.check()
-                try:
-                    sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                    self._unsent = self._unsent[sent:]
-                except BlockingIOError:
-                    if deadline_s is None:
-                        if len(self._unsent) > UNSENT_LIMIT_BYTES:
-                            self.end("it takes no messages")
-                        return
-                    self._wait_for_room(deadline_s)
-                except OSError as error:
-                    self.end(str(error))
-                    raise self.error() from None
+            self._queued_bytes += len(frame)
+            wanted = self._queued_bytes
+        while True:
+            with self._send_lock:
+                self._push()
+                if self._queued_bytes - len(self._unsent) >= wanted:
+                    return
+                is_too_much = len(self._unsent) > UNSENT_LIMIT_BYTES
+            if deadline_s is None:
+                if is_too_much:
+                    self.end("it takes no messages")
+                return
+            self._wait_for_room(deadline_s)
+
+    def _push(self) -> None:
+        """Send as much as goes, with the lock held. Raises OwnerLost."""
+        while self._unsent:
+            self.check()
+            try:
+                sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._unsent = self._unsent[sent:]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.end(str(error))
+                raise self.error() from None
 
     def _wait_for_room(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()

@@ -19,6 +19,7 @@ Not here: who may connect, the lifelines (`owner`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -147,6 +148,8 @@ class Session:
         self._state = owner.store._state
         self._connection = connection
         self._send_lock = threading.Lock()
+        self._closing_lock = threading.Lock()
+        """Nobody uses the number of a descriptor that is closed, and may be another client's by then."""
         self._lock = self._state.lock
         """The store's: what a client was given changes together with the store."""
         self._idle = threading.Condition(self._lock)
@@ -277,10 +280,8 @@ class Session:
 
     def hang_up(self) -> None:
         """Stop listening to the client: `run` ends then. From any thread."""
-        try:
+        with self._closing_lock, contextlib.suppress(OSError):  # it may be closed already
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it is closed already
 
     def _leave(self) -> None:
         """The connection is over: nobody has to wait for the client's word any more."""
@@ -301,7 +302,8 @@ class Session:
             self._idle.notify_all()
         for watch in watches:
             watch.close()
-        self._connection.close()
+        with self._send_lock, self._closing_lock:
+            self._connection.close()
         self._owner.look_at(self)
 
     def lifeline_closed(self) -> None:
