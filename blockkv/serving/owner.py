@@ -87,7 +87,9 @@ class Owner:
         self.path = os.fspath(path)
         self._listener = _listen(self.path, mode, group)
         self._device = store._state.device
-        self._opened_sequence = store._state.log.newest_log_sequence
+        recovery = store._recovery
+        is_whole = not (recovery.chunks_dropped_unsealed or recovery.journal_damaged)
+        self._opened_sequence = store._state.log.recovered_sequence if is_whole else 0
         self._lock = store._state.lock
         self._sessions: set[Session] = set()
         self._threads: set[threading.Thread] = set()

@@ -324,7 +324,8 @@ class Welcome(Message):
     limits: Text
     """`blockkv.device.base.Limits` in JSON."""
     opened_sequence: U64
-    """The newest log sequence when this epoch began: what an earlier epoch had up to there was durable."""
+    """The newest log sequence that was on the device when this epoch began: what the one before had logged up
+    to there was durable. 0: nobody can say."""
 
 
 @_message(3)

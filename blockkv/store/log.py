@@ -101,6 +101,8 @@ class Log:
         self.geometry: Geometry = superblock.geometry
         self.failure: BaseException | None = None
         self.durable_sequence = tail.next_log_sequence - 1
+        self.recovered_sequence = self.durable_sequence
+        """The newest log sequence that was on the device when this epoch began."""
         """Every record up to this log sequence is on media."""
         self.groups_committed = 0
         self.pages_written = 0
