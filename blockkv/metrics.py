@@ -52,6 +52,12 @@ GAUGES = {
     "scrub_sequence": "Log sequence up to which the scrub under way has verified; 0: none is under way.",
     "scrub_finished_at": "When the last scrub came to its end; 0: none has since open.",
     "members_present": "Members of the array that are there.",
+    "owner_connected": "1: the owner of the served store is there.",
+    "leased_chunks": "Chunks that this client has leased from the owner.",
+    "clients": "Clients that are connected to the owner.",
+    "clients_letting_go": "Clients that are gone and have requests that have not ended.",
+    "client_leases": "Chunks that clients have leased.",
+    "client_puts": "Chunks that clients are putting.",
 }
 """Of `stats()`, what goes up and down."""
 
@@ -99,6 +105,9 @@ COUNTERS = {
     "checkpoint_s": "Time in checkpoints.",
     "members_lost": "Members of the array lost since open.",
     "get_member_lost": "Misses of chunks that went with a lost member.",
+    "get_owner_lost": "Misses because the owner was gone or did not answer.",
+    "lookup_owner_lost": "Lookups that missed for the same reason.",
+    "clients_accepted": "Clients that connected to the owner since it began.",
     "device_read_bytes": "Bytes read from the device.",
     "device_write_bytes": "Bytes written to the device, metadata included.",
     "device_requests": "Requests to the device.",

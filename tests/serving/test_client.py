@@ -27,6 +27,7 @@ from blockkv.errors import (
     StoreFull,
     StoreReadOnly,
 )
+from blockkv.metrics import StoreCollector
 from blockkv.serving.client import ClientStore
 
 SIZES = {"layers": 4, "kv": 2, "heads": 2, "tokens": 64, "dim": 128}
@@ -455,6 +456,8 @@ def test_figures_of_both(serve: Serves) -> None:
         figures = one.stats()
         assert (figures["chunks"], figures["put_chunks"], figures["owner_put_chunks"]) == (2, 1, 2)
         assert (figures["clients"], figures["owner_connected"]) == (2, 1)
+        measured = {family.name for family in StoreCollector(one).collect()}
+        assert {"blockkv_owner_connected", "blockkv_clients", "blockkv_get_owner_lost"} <= measured
         info = one.info()
         assert info["owner_pid"] == os.getpid()
         assert len(info["clients"]) == 2
