@@ -425,7 +425,6 @@ def test_what_is_for_the_owner_is_refused(client: blockkv.Store, serve: Serves) 
         lambda: client.scrub(),
         lambda: client.start_scrub(),
         lambda: client.discard_freed(),
-        lambda: client.watch(),
         lambda: client.findings,
     ):
         with pytest.raises(InvalidArgument, match="owner"):
