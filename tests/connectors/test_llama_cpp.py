@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,30 @@ def test_slot_files_come_and_go(models: dict[str, str], device: str, tmp_path: P
     assert "dtype" in imported[8]["message"]
 
 
+def test_processes_share_a_store_that_another_one_owns(
+    models: dict[str, str], devices: Devices, tmp_path: Path
+) -> None:
+    """By `blockkv serve`: one saves and one loads, both at its socket; the form is of no matter."""
+    for form, device in devices.items():
+        socket = tmp_path / f"{form}.sock"
+        owner = subprocess.Popen(
+            [sys.executable, "-m", "blockkv", "serve", device, "--socket", socket, "--json"],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline().strip() == b"{"
+            told = sequence_run(models["llama"], str(socket), sharing=True, options={"form": form})
+            (saved,) = runs({**told, "save": True})
+            (loaded,) = runs({**told, "load": True})
+        finally:
+            owner.terminate()
+            owner.communicate(timeout=30)
+        assert loaded["restored"] == (SPLIT if form == "chunks" else 599)
+        assert loaded["tokens"] == saved["tokens"]
+
+
 def test_the_digest_is_of_every_byte_and_computed_once(models: dict[str, str], tmp_path: Path) -> None:
     for name in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
         shutil.copy(models["llama"], tmp_path / name)
@@ -357,3 +382,7 @@ def test_a_damaged_slot_file_is_refused(models: dict[str, str], device: str, tmp
     assert flipped["error"] == short["error"] == "InvalidArgument"
     assert "damaged" in flipped["message"]
     assert "damaged" in short["message"]
+    (damage,) = runs({"kind": "damage", "model": models["llama"], "path": str(path), "times": 400})
+    assert damage["refused"] > 20
+    assert damage["unknown"] > 100
+    assert (damage["positions"], damage["layers"]) == (True, 4)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -23,8 +24,9 @@ from blockkv.connectors.llama_cpp import (
     fingerprint,
     import_slot,
     sharing_context,
+    states,
 )
-from blockkv.errors import BlockKVError
+from blockkv.errors import BlockKVError, InvalidArgument
 from blockkv.testing import StallingDevice
 
 GENERATED = 12
@@ -190,13 +192,39 @@ def with_digest(told: dict[str, Any]) -> dict[str, Any]:
     return {"digest": digest, "computed": computed}
 
 
+def with_damage(told: dict[str, Any]) -> dict[str, Any]:
+    """Files damaged in many ways are refused, or are what they were in shape; nothing else is raised."""
+    content = Path(told["path"]).read_bytes()
+    random = np.random.default_rng(3)
+    found: dict[str, Any] = {"refused": 0, "unknown": 0, "whole": 0}
+    for number in range(told["times"]):
+        cut = int(random.integers(1, len(content))) if number % 3 == 0 else len(content)
+        damaged = bytearray(content[:cut])
+        head_bytes = 12 if number % 5 == 0 else 9000  # what the file is, or how its state is laid out
+        for position in random.integers(0, min(cut, head_bytes), 1 + number % 4):
+            damaged[position] = int(random.integers(256))
+        try:
+            saved = states.read_file(memoryview(damaged))
+        except InvalidArgument:
+            found["refused"] += 1
+            continue
+        found["whole" if states.cells_of(saved.state) else "unknown"] += 1
+    saved = states.read_file(memoryview(content))
+    (cells,) = states.cells_of(saved.state)
+    found["positions"] = cells.positions.tolist() == list(range(len(saved.tokens)))
+    found["layers"] = cells.layers
+    return found
+
+
 def run(told: dict[str, Any]) -> dict[str, Any]:
-    """`kind`: sequences, cache, slots, stall, digest; what they need is in `told`. An error is told, too."""
+    """`kind`: one of `kinds`, or stall, digest, damage; `told` has what they need. Errors are told."""
     try:
         if told["kind"] == "stall":
             return with_stall(told)
         if told["kind"] == "digest":
             return with_digest(told)
+        if told["kind"] == "damage":
+            return with_damage(told)
         with blockkv.open(told["device"]) as store:
             kinds = {"sequences": with_sequences, "cache": with_cache, "slots": with_slots}
             return kinds[told["kind"]](told, store)
