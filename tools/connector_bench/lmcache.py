@@ -248,7 +248,7 @@ def contestants(
 
 
 @bench_tool.benchmark(read_gb_s=7.0, write_gb_s=4.9)
-@click.option("--object-mib", default=2.0, show_default=True, help="Size of an object.")
+@click.option("--object-mib", default=8.0, show_default=True, help="Size of an object.")
 @click.option(
     "--set-mib", default=256, show_default=True, help="Objects that are stored and loaded in a turn."
 )
