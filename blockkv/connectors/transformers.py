@@ -36,7 +36,7 @@ import xxhash
 from numpy.typing import NDArray
 
 import blockkv
-from blockkv.errors import BatchError, BlockKVError, InvalidArgument, StoreClosed
+from blockkv.errors import BatchError, BlockKVError, InvalidArgument, LayoutMismatch, StoreClosed
 
 __all__ = ["DEFAULT_CHUNK_TOKENS", "load_prefix", "model_family", "save_cache", "weights_fingerprint"]
 
@@ -215,7 +215,7 @@ def load_prefix(
     keys = blockkv.prefix_keys(tokens[:limit], chunk_tokens, family)
     try:
         return cache, _Restore(store, layers, family, chunk_tokens, device).run(tokens[:limit], keys)
-    except (InvalidArgument, StoreClosed):
+    except StoreClosed:
         raise
     except BlockKVError as error:
         log.warning("no stored KV cache could be read: %s", error)
@@ -467,10 +467,7 @@ class _Restore:
         whole = count // size if FULL in self._kinds else 0
         if (entry := self._store.entry(state_key)) is None:
             return False
-        state = {
-            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-            for spec in entry.layout.specs
-        }
+        state = {spec.name: torch.empty(spec.shape, dtype=_dtype(spec.dtype)) for spec in entry.layout.specs}
         memory: dict[str, torch.Tensor] = {}
         outs: list[dict[str, torch.Tensor]] = []
         if FULL in self._kinds:
@@ -525,7 +522,7 @@ class _Restore:
             if not known or len(spec.shape) != 3 or spec.shape[1] != tokens:
                 log.warning("a stored chunk holds %s %s: not for this cache", spec.name, spec.shape)
                 return None
-            shapes[spec.name] = (getattr(torch, spec.dtype), spec.shape[0], spec.shape[2])
+            shapes[spec.name] = (_dtype(spec.dtype), spec.shape[0], spec.shape[2])
         return shapes
 
     def _memory(self, shapes: Mapping[str, tuple[Any, ...]], tokens: int) -> dict[str, torch.Tensor]:
@@ -575,10 +572,11 @@ class _Restore:
                 continue
             keys, values = (memory[f"{number}.{name}"][None, :, :count] for name in ("keys", "values"))
             if _is_static(layer):
-                if layer.keys.device.type != "cpu":
-                    layer.keys[:, :, :count].copy_(keys)
-                    layer.values[:, :, :count].copy_(values)
-                layer.cumulative_length.fill_(count)
+                with torch.inference_mode():
+                    if layer.keys.device.type != "cpu":
+                        layer.keys[:, :, :count].copy_(keys)
+                        layer.values[:, :, :count].copy_(values)
+                    layer.cumulative_length.fill_(count)
             else:
                 device = self._devices[number]
                 keys, values = keys.to(device), values.to(device)
@@ -615,17 +613,27 @@ class _Restore:
         held = min(count, window, keys.shape[2])
         # A full window's oldest token leaves before anything is attended to, so it need not be there.
         end = min(count, window)
-        for target, source in ((layer.keys, keys), (layer.values, values)):
-            target[:, :, end - held : end].copy_(source[:, :, keys.shape[2] - held :])
-        layer.cumulative_length.fill_(end)
+        with torch.inference_mode():
+            for target, source in ((layer.keys, keys), (layer.values, values)):
+                target[:, :, end - held : end].copy_(source[:, :, keys.shape[2] - held :])
+            layer.cumulative_length.fill_(end)
         layer.cumulative_length_int = count
 
 
 def _clear(outs: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Attention masks what is not there, but 0 times what a failed read left may be no number."""
-    for out in outs:
-        for rows in out.values():
-            rows.zero_()
+    with torch.inference_mode():  # in which a layer's own memory may have been made
+        for out in outs:
+            for rows in out.values():
+                rows.zero_()
+
+
+def _dtype(name: str) -> torch.dtype:
+    """The dtype of that name. Not by `getattr`: names are from a device, and torch imports some of its own."""
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
+        raise LayoutMismatch(f"this torch has no dtype {name!r}")
+    return found
 
 
 def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:

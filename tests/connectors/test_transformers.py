@@ -186,6 +186,24 @@ def test_a_static_cache_can_be_used_again(store: blockkv.Store) -> None:
     assert len(addresses) == 1, "compiled graphs rely on where it is"
 
 
+def test_memory_made_in_inference_mode_is_filled_outside_of_it(image: Path, store: blockkv.Store) -> None:
+    model, tokens = model_of("gemma"), prompt(200)
+    family = model_family(model)
+    save(store, computed(model, tokens[:, :40], "static"), tokens, family)
+    save(store, computed(model, tokens[:, :150], "static"), tokens, family)
+    reused = computed(model, tokens[:, :10], "static")
+    assert reused.layers[0].keys.is_inference()
+    with torch.inference_mode():
+        reused.reset()
+    assert load(store, tokens, family, cache=reused)[1] == 150
+    with torch.inference_mode():
+        reused.reset()
+    flip_byte(image, store, blockkv.prefix_keys(tokens[0].tolist(), CHUNK_TOKENS, family)[5])
+    assert load(store, tokens, family, cache=reused)[1] == 40
+    fresh = computed(model, tokens[:, :40], "static")
+    assert torch.equal(go_on(model, reused, tokens[:, 40:]), go_on(model, fresh, tokens[:, 40:]))
+
+
 def test_the_device_writes_into_the_layers(store: blockkv.Store) -> None:
     """Rows of 64 tokens are 16 KiB here: pieces that need no copy on the way in."""
     model, tokens = model_of("llama"), prompt(300)
