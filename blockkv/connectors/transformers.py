@@ -629,7 +629,7 @@ def _clear(outs: Sequence[Mapping[str, torch.Tensor]]) -> None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """The dtype of that name. Not by `getattr`: names are from a device, and torch imports some of its own."""
+    """The dtype of that name. Not by `getattr`: names come from a device, and torch imports some."""
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
         raise LayoutMismatch(f"this torch has no dtype {name!r}")
