@@ -198,7 +198,7 @@ def start(image: Path) -> Iterator[Callable[..., Engine]]:
 def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[StallingDevice]:
     device = StallingDevice()
     blockkv.format(device, average_chunk="64KiB")
-    monkeypatch.setattr(connector, "_open", lambda paths, options: blockkv.open(device))
+    monkeypatch.setattr(connector, "open_store", lambda paths, **options: blockkv.open(device))
     yield device
     device.gate.set()
 
