@@ -123,7 +123,7 @@ class BackgroundJobs:
         submission; None: none. Raises InvalidArgument for numbers that make no sense.
         """
         for name, value in (("load_deadline_s", load_deadline_s), ("store_deadline_s", store_deadline_s)):
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value <= threading.TIMEOUT_MAX:  # nor is it no number
                 raise InvalidArgument(f"{name} is {value}; use seconds above 0, or None")
         if min(load_threads, store_threads) < 1 or max_store_bytes < 1:
             raise InvalidArgument("load_threads, store_threads and max_store_bytes are at least 1")

@@ -162,6 +162,7 @@ def save_cache(
     state_key = None
     if count and kinds & {SLIDING, LINEAR}:
         state_key = _state_keys(tokens[:count], keys, chunk_tokens, family, count)[-1][1]
+    _check_batch(layers)
     _check_dtype(layers, family)
     try:
         _put(store, layers, wanted, state_key, chunk_tokens, count)
@@ -209,6 +210,7 @@ def load_prefix(
     if not layers:
         raise InvalidArgument("the cache has no layers yet; make it with the model's config=")
     tokens = _tokens(token_ids)
+    _check_batch(layers)
     if _held_tokens(layers, 0):
         raise InvalidArgument("the cache holds tokens already; give an empty one, or call its reset()")
     limit = max(0, min(len(tokens), _capacity(layers)) - 1)
@@ -272,6 +274,21 @@ def _capacity(layers: Sequence[tuple[int, Any]]) -> int:
     """How many tokens fit into a cache."""
     lengths = [layer.max_cache_len for _, layer in layers if _is_static(layer) and FULL in _kinds(layer)]
     return min(lengths, default=1 << 62)
+
+
+def _check_batch(layers: Sequence[tuple[int, Any]]) -> None:
+    for number, layer in layers:
+        kinds, held = _kinds(layer), []
+        if set(kinds) & {FULL, SLIDING} and layer.is_initialized:
+            held.append(layer.keys)
+        if LINEAR in kinds:
+            for states in (layer.conv_states, layer.recurrent_states):
+                held += states.values() if isinstance(states, Mapping) else [states]
+        for one in held:
+            if isinstance(one, torch.Tensor) and one.dim() > 1 and one.shape[0] != 1:
+                raise InvalidArgument(
+                    f"layer {number} holds a batch of {one.shape[0]}; a cache of one sequence is kept"
+                )
 
 
 def _check_dtype(layers: Sequence[tuple[int, Any]], family: blockkv.Family) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import blockkv
 from blockkv.connectors.jobs import BackgroundJobs, Outcome
+from blockkv.errors import InvalidArgument
 from blockkv.testing import StallingDevice
 
 CHUNK_BYTES = 1 << 20
@@ -168,6 +169,14 @@ def test_stores_beyond_the_bound_are_dropped(device: StallingDevice, store: bloc
     assert all(one.all_done for one in outcomes(jobs, 3).values())
     assert jobs.counters["stores_dropped"] == 2
     assert jobs.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), 1e10])
+def test_a_deadline_that_no_clock_has_is_refused(store: blockkv.Store, seconds: float) -> None:
+    with pytest.raises(InvalidArgument, match="load_deadline_s"):
+        BackgroundJobs(store, load_deadline_s=seconds)
+    with pytest.raises(InvalidArgument, match="store_deadline_s"):
+        BackgroundJobs(store, store_deadline_s=seconds)
 
 
 def test_closing_ends_what_has_not_begun(device: StallingDevice, store: blockkv.Store) -> None:

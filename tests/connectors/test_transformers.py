@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from stored_bytes import flip_byte
 from tiny_models import VOCABULARY_COUNT, WINDOW_TOKENS, build, prompt
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, MambaConfig, MambaForCausalLM, StaticCache
 from transformers.cache_utils import Cache, DynamicIndexedLayer, Fp8QuantizedLayer
 
 import blockkv
@@ -497,6 +497,23 @@ def test_caches_that_cannot_be_kept_are_named(store: blockkv.Store) -> None:
     with pytest.raises(InvalidArgument, match="give config="):
         load(store, tokens, family)
     assert not list(store.keys())
+
+
+def test_a_batch_is_refused_where_only_states_or_the_target_tell(store: blockkv.Store) -> None:
+    tokens = prompt(100)
+    states = MambaForCausalLM(
+        MambaConfig(vocab_size=VOCABULARY_COUNT, hidden_size=32, num_hidden_layers=2, state_size=8)
+    ).eval()
+    with pytest.raises(InvalidArgument, match="batch of 2"):
+        save(store, computed(states, tokens.repeat(2, 1)), tokens, model_family(states))
+    model = model_of("llama")
+    family = model_family(model)
+    save(store, computed(model, tokens), tokens, family)
+    used = computed(model, tokens.repeat(2, 1), "static")
+    with torch.inference_mode():
+        used.reset()
+    with pytest.raises(InvalidArgument, match="batch of 2"):
+        load(store, tokens, family, cache=used)
 
 
 # -- as it is shown ----------------------------------------------------------------------------------------
