@@ -412,7 +412,7 @@ class BackgroundJobs:
         for outcome in self._untold():
             try:
                 self._ended(outcome)
-            except Exception:
+            except BaseException:  # this thread has work of others to do
                 log.exception("whoever waits for a job could not be told that it has ended")
 
     def _watch_deadlines(self) -> None:

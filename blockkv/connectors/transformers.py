@@ -140,6 +140,7 @@ def save_cache(
     *,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     durable: bool = False,
+    held: int | None = None,
 ) -> int:
     """Put what a cache of one sequence holds; how many tokens of it, from the first, are in the store now.
 
@@ -148,12 +149,23 @@ def save_cache(
     in the cache. Whole chunks are put, those that are there already are not put again. A cache that has
     sliding or linear layers can be gone on from only where it was saved, after exactly as many tokens.
 
+    A cache of states alone (Mamba) does not know how many tokens it has seen: `held` has to say it, after
+    `generate` one less than the sequence has.
+
     What the device refuses is logged, and counts as not stored. Raises InvalidArgument for caches that cannot
     be kept, StoreClosed.
     """
     layers = _layers(cache)
     tokens = _tokens(token_ids)
-    count = _held_tokens(layers, len(tokens))
+    count = _held_tokens(layers)
+    if count is None and held is None:
+        raise InvalidArgument(
+            "the cache has states only, which do not count the tokens they have seen: give held=, how many "
+            "that are; after generate one less than its sequence has"
+        )
+    if held is not None and (held < 1 or count not in (None, held)):
+        raise InvalidArgument(f"held is {held}, but the cache holds {count or 'some'} tokens")
+    count = count if count is not None else held or 0
     if count > len(tokens):
         raise InvalidArgument(f"the cache holds {count} tokens, but only {len(tokens)} token ids were given")
     keys = blockkv.prefix_keys(tokens[:count], chunk_tokens, family)
@@ -211,7 +223,7 @@ def load_prefix(
         raise InvalidArgument("the cache has no layers yet; make it with the model's config=")
     tokens = _tokens(token_ids)
     _check_batch(layers)
-    if _held_tokens(layers, 0):
+    if _held_tokens(layers) != 0:
         raise InvalidArgument("the cache holds tokens already; give an empty one, or call its reset()")
     limit = max(0, min(len(tokens), _capacity(layers)) - 1)
     keys = blockkv.prefix_keys(tokens[:limit], chunk_tokens, family)
@@ -258,8 +270,8 @@ def _is_static(layer: Any) -> bool:
     return "Static" in type(layer).__name__
 
 
-def _held_tokens(layers: Sequence[tuple[int, Any]], otherwise: int) -> int:
-    """How many tokens a cache has seen; `otherwise` where it has only states, which do not count them."""
+def _held_tokens(layers: Sequence[tuple[int, Any]]) -> int | None:
+    """How many tokens a cache has seen; None where it has only states, which do not count them."""
     attention = [layer for _, layer in layers if set(_kinds(layer)) & {FULL, SLIDING}]
     for layer in attention:
         if layer.is_initialized and (count := int(layer.get_seq_length())):
@@ -267,7 +279,7 @@ def _held_tokens(layers: Sequence[tuple[int, Any]], otherwise: int) -> int:
     if attention:
         return 0
     started = any(any(layer.has_previous_state.values()) for _, layer in layers)
-    return max(otherwise, 1) if started else 0
+    return None if started else 0
 
 
 def _capacity(layers: Sequence[tuple[int, Any]]) -> int:

@@ -116,8 +116,9 @@ class Connection:
         raise self.error()
 
     def is_stalled(self) -> bool:
-        """Whether an answer is overdue, and still is not. Reads what is there, waits for nothing."""
+        """Whether an answer is overdue, and still is not. Sends and reads what goes, waits for nothing."""
         if self._abandoned_count:
+            self.flush()  # the request itself may not have got away
             with contextlib.suppress(TimedOut, OwnerLost):
                 self._wait_for(_Slot(), 0)
         return self._abandoned_count > 0

@@ -186,7 +186,9 @@ def test_closing_ends_what_has_not_begun(device: StallingDevice, store: blockkv.
     device.gate.clear()
     for number, key in enumerate(there):
         jobs.submit_load(number, [key], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
-    time.sleep(0.05)
+    until = time.monotonic() + 20
+    while len(jobs._queues[True]) > 2 and time.monotonic() < until:
+        time.sleep(0.005)  # until the first has begun
     assert not jobs.close(timeout_s=0.2)
     ended = outcomes(jobs, 2)
     assert sorted(ended) == [1, 2]

@@ -124,6 +124,15 @@ def test_a_recurrent_state_is_restored_whole_or_not(models: dict[str, str], devi
     assert cut["restored"] == 0  # such a state has no beginning
 
 
+def test_a_context_that_sees_images_is_left_alone(models: dict[str, str], device: str) -> None:
+    (found,) = runs({**sequence_run(models["llama"], device, sharing=True, options={}), "kind": "images"})
+    assert "error" not in found, found
+    assert found["with_handler"] == 0
+    assert found["without"] > 0
+    assert "images" in found["miss"]
+    assert "images" in found["refused"]
+
+
 def both_forms(models: dict[str, str], devices: Devices) -> list[Run]:
     return [
         sequence_run(models["llama"], device, sharing=True, options={"form": form})

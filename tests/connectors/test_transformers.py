@@ -499,13 +499,38 @@ def test_caches_that_cannot_be_kept_are_named(store: blockkv.Store) -> None:
     assert not list(store.keys())
 
 
-def test_a_batch_is_refused_where_only_states_or_the_target_tell(store: blockkv.Store) -> None:
-    tokens = prompt(100)
-    states = MambaForCausalLM(
+def states_only() -> Any:
+    return MambaForCausalLM(
         MambaConfig(vocab_size=VOCABULARY_COUNT, hidden_size=32, num_hidden_layers=2, state_size=8)
     ).eval()
+
+
+def test_states_do_not_count_their_tokens(store: blockkv.Store) -> None:
+    """What `generate` returns has one token more than its cache has seen."""
+    model, tokens = states_only(), prompt(100)
+    family = model_family(model)
+    cache = computed(model, tokens[:, :99])
+    with pytest.raises(InvalidArgument, match="give held="):
+        save_cache(store, cache, tokens, family)
+    with pytest.raises(InvalidArgument, match="held is 0"):
+        save_cache(store, cache, tokens, family, held=0)
+    with pytest.raises(InvalidArgument, match="101 tokens"):
+        save_cache(store, cache, tokens, family, held=101)
+    assert save_cache(store, cache, tokens, family, held=99) == 99
+    restored, held = load_prefix(store, tokens, family, config=model.config)
+    assert held == 99
+    expected = go_on(model, computed(model, tokens[:, :99]), tokens[:, 99:])
+    assert torch.equal(go_on(model, restored, tokens[:, 99:]), expected)
+    attention = model_of("llama")
+    with pytest.raises(InvalidArgument, match="held is 50, but the cache holds 100"):
+        save_cache(store, computed(attention, tokens), tokens, model_family(attention), held=50)
+
+
+def test_a_batch_is_refused_where_only_states_or_the_target_tell(store: blockkv.Store) -> None:
+    tokens = prompt(100)
+    states = states_only()
     with pytest.raises(InvalidArgument, match="batch of 2"):
-        save(store, computed(states, tokens.repeat(2, 1)), tokens, model_family(states))
+        save_cache(store, computed(states, tokens.repeat(2, 1)), tokens, model_family(states), held=100)
     model = model_of("llama")
     family = model_family(model)
     save(store, computed(model, tokens), tokens, family)

@@ -36,6 +36,11 @@ from blockkv.errors import BlockKVError, InvalidArgument
 
 __all__ = ["BlockKVCache"]
 
+IMAGES = (
+    "this Llama has a chat handler for images, which evaluates them past its record of tokens: what is in "
+    "the context could be taken for a text's"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -95,6 +100,8 @@ class BlockKVCache(BaseLlamaCache):
         `Sequences`. Raises InvalidArgument, OccupiedError, DeviceError, DeviceBusy.
         """
         super().__init__()
+        if _sees_images(llama):
+            raise InvalidArgument(IMAGES)
         if (device is None) == (store is None):
             raise InvalidArgument("give a device, or a store that is open, and not both")
         self._llama = llama
@@ -164,6 +171,8 @@ class BlockKVCache(BaseLlamaCache):
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
         """Restore the longest stored beginning of these tokens into the context; KeyError for a miss."""
         llama, tokens = self._llama, np.asarray(key, np.intc)
+        if _sees_images(llama):
+            raise KeyError(IMAGES)
         held = _common(llama.input_ids[: llama.n_tokens], tokens)
         if self.sequences.stored(tokens) <= held:
             self.sequences.counters["loads"] += 1
@@ -183,9 +192,17 @@ class BlockKVCache(BaseLlamaCache):
         The last token of a completion has been sampled and not evaluated: it is not in there.
         """
         llama = self._llama
+        if _sees_images(llama):
+            log.warning("nothing is stored: %s", IMAGES)
+            return
         held = _common(llama.input_ids[: llama.n_tokens], np.asarray(key, np.intc))
         if held == llama.n_tokens and held:
             self.sequences.save_quietly(llama.input_ids[:held])
+
+
+def _sees_images(llama: Any) -> bool:
+    """Whether its chat handler puts images into the context: all of llama-cpp-python's name a projector."""
+    return hasattr(getattr(llama, "chat_handler", None), "clip_model_path")
 
 
 def _common(one: Any, other: Any) -> int:

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llama_cpp
@@ -113,6 +114,33 @@ def with_cache(told: dict[str, Any], store: Any) -> dict[str, Any]:
         )
     cache.close()
     found["cache_is_gone"] = llama.cache is None and "save_state" not in vars(llama)
+    llama.close()
+    return found
+
+
+def with_images(told: dict[str, Any], store: Any) -> dict[str, Any]:
+    """A chat handler for images, known by the projector that it names; given before the cache, and after."""
+    llama = llama_of(told, logits_all=False)
+    handler = SimpleNamespace(clip_model_path="projector.gguf")
+    cache = BlockKVCache(llama, store=store, **told.get("options", {}))
+    tokens = tokens_of(told)
+    llama.eval(tokens)
+    llama.chat_handler = handler
+    cache[tokens] = None
+    found: dict[str, Any] = {"with_handler": len(store)}
+    llama.chat_handler = None
+    cache[tokens] = None
+    found["without"] = len(store)
+    llama.reset()
+    llama.chat_handler = handler
+    try:
+        cache[tokens]
+    except KeyError as error:
+        found["miss"] = str(error)
+    try:
+        BlockKVCache(llama, store=store)
+    except BlockKVError as error:
+        found["refused"] = str(error)
     llama.close()
     return found
 
@@ -226,7 +254,12 @@ def run(told: dict[str, Any]) -> dict[str, Any]:
         if told["kind"] == "damage":
             return with_damage(told)
         with blockkv.open(told["device"]) as store:
-            kinds = {"sequences": with_sequences, "cache": with_cache, "slots": with_slots}
+            kinds = {
+                "sequences": with_sequences,
+                "cache": with_cache,
+                "slots": with_slots,
+                "images": with_images,
+            }
             return kinds[told["kind"]](told, store)
     except BlockKVError as error:
         return {"error": type(error).__name__, "message": str(error)}
