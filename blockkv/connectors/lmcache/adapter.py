@@ -102,11 +102,11 @@ class BlockKVL2Adapter(L2AdapterInterface):
         self._ended_loads: dict[int, Bitmap] = {}
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._told: set[str] = set()
-        self._has_policies = (config.eviction, config.admission) != ("lru", "all")
         self._asking: ThreadPoolExecutor | None = None
         """Asks the owner of the store, one thing after the other, where that is another process."""
         if hasattr(self._store, "is_connected"):
             self._asking = ThreadPoolExecutor(1, "blockkv-lookups")
+        self._has_policies = bool(self._asking) or (config.eviction, config.admission) != ("lru", "all")
         l1_bytes = l1_memory_desc.size if l1_memory_desc is not None else UNBOUNDED_BYTES
         self._jobs = BackgroundJobs(
             self._store,
