@@ -401,7 +401,7 @@ class BlockKVTier(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What was stored and removed, by whomever; at first everything that was there. A few at a time."""
         begins, told = f"{self._family}/", 0
-        while self._changes and told < EVENTS_AT_A_TIME:
+        while self._family and self._changes and told < EVENTS_AT_A_TIME:
             stored, keys = self._changes[0].stored, []
             while self._changes and self._changes[0].stored is stored and told < EVENTS_AT_A_TIME:
                 name = self._changes.popleft().key
