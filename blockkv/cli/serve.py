@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import blockkv
-from blockkv.cli.app import command, device_argument
+from blockkv.cli.app import StorePath, command, store_argument
 from blockkv.cli.byte_sizes import Rate, Size, size_text
 from blockkv.cli.output import Output
 from blockkv.errors import DeviceBusy, InvalidArgument
@@ -45,7 +45,7 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 @command("serve")
-@device_argument
+@store_argument
 @click.option("--socket", "socket_at", type=click.Path(), required=True, help="Where clients connect.")
 @click.option("--mode", type=_Mode(), default="0600", show_default=True, help="Who may connect: permissions.")
 @click.option("--group", help="Group of the socket, by name or number.")
@@ -67,7 +67,7 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 )
 def serve(
     output: Output,
-    store_path: str,
+    store_path: StorePath,
     socket_at: str,
     mode: int,
     group: str | None,
@@ -118,7 +118,7 @@ def serve(
             _notify("STOPPING=1")
 
 
-def _opened(store_path: str, options: dict[str, Any], wait_s: float) -> blockkv.Store:
+def _opened(store_path: StorePath, options: dict[str, Any], wait_s: float) -> blockkv.Store:
     deadline_s = time.monotonic() + wait_s
     while True:
         try:

@@ -39,6 +39,7 @@ from blockkv.device.engine import NativeDevice
 from blockkv.errors import DeviceBusy, DeviceError, InvalidArgument
 from blockkv.format.superblock import slots_of
 from blockkv.serving import protocol
+from blockkv.serving.client import ClientStore
 from blockkv.serving.protocol import Message
 from blockkv.serving.session import Session
 from blockkv.serving.wire import peer_of
@@ -77,6 +78,8 @@ class Owner:
     def __init__(
         self, store: Store, path: str | os.PathLike[str], *, mode: int = 0o600, group: int | None = None
     ) -> None:
+        if isinstance(store, ClientStore):
+            raise InvalidArgument(f"{store!r} has an owner; its clients connect there")
         if isinstance(store, ArrayStore):
             raise InvalidArgument("an array cannot be served; serve each device on a socket of its own")
         if store.read_only:

@@ -14,7 +14,18 @@ from blockkv.cli import cli
 def command(*words: object, code: int = 0) -> bytes:
     result = CliRunner().invoke(cli, [str(word) for word in words])
     assert result.exit_code == code, result.output
-    return result.stdout_bytes
+    return result.output_bytes if code else result.stdout_bytes
+
+
+def test_what_cannot_be_served(serve: Serves, tmp_path: Path, image_dir: Path) -> None:
+    socket = serve().path
+    members = f"{image_dir / 'a.img'},{image_dir / 'b.img'}"
+    command("format", members, "--size", "16MiB")
+    for path, why in ((members, b"an array cannot be served"), (socket, b"has an owner")):
+        result = command("serve", path, "--socket", tmp_path / "other.sock", code=2)
+        assert why in result
+        assert not (tmp_path / "other.sock").exists()
+    command("ls", members)
 
 
 def test_commands_on_a_socket(serve: Serves, tmp_path: Path) -> None:
