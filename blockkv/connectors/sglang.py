@@ -74,8 +74,9 @@ GEOMETRY = (
     *("temporal_dtype",),
 )
 """What the pools of SGLang have of their shape, each kind some of it."""
+LONGEST_DEADLINE_S = 3600
+"""Of a get or a put of the store."""
 ANCHOR = str(PoolName.KV)
-MOST_SECONDS = 365 * 86_400
 MARKER = torch.zeros(1, dtype=torch.uint8)
 """Stands for a page of a pool that holds nothing itself, and only says which pages the other pools have."""
 
@@ -540,27 +541,17 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
             f"unknown options: {', '.join(unknown)}; there are {', '.join(sorted(OPTIONS))}"
         )
     options = {name: given.get(name, default) for name, default in OPTIONS.items()}
-    device = options["device"]
-    if not device or not all(
-        isinstance(one, str) for one in ([device] if isinstance(device, str) else device)
-    ):
+    if not options["device"]:
         raise InvalidArgument("give the option device: a path, several, or the socket of `blockkv serve`")
-    for name, value in options.items():
-        _check_option(name, value)
+    for name in ("format", "durable", "register"):
+        if not isinstance(options[name], bool):
+            raise InvalidArgument(f"{name} is {options[name]!r}; give true or false")
+    for name in ("load_deadline_s", "store_deadline_s"):
+        seconds = options[name]
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds <= LONGEST_DEADLINE_S):
+            raise InvalidArgument(f"{name} is {seconds!r}; give seconds up to {LONGEST_DEADLINE_S}, or null")
     return options
-
-
-def _check_option(name: str, value: Any) -> None:
-    """Raise InvalidArgument for a value of the wrong kind: "false" would count as true."""
-    if name in ("format", "durable", "register"):
-        if not isinstance(value, bool):
-            raise InvalidArgument(f"{name} is {value!r}; use true or false")
-    elif name.endswith("_s"):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value <= MOST_SECONDS):
-            raise InvalidArgument(f"{name} is {value!r}; use seconds above 0, at most {MOST_SECONDS}")
-    elif name in ("weights", "model", "eviction", "admission") and not isinstance(value, str | None):
-        raise InvalidArgument(f"{name} is {value!r}; use a text")
 
 
 def _weights_of(model: str) -> Sequence[Path]:
