@@ -44,7 +44,7 @@ from sglang_pools import (
 
 import blockkv
 from blockkv.errors import BlockKVError, InvalidArgument
-from blockkv.testing import OperationKind, RecordingDevice
+from blockkv.testing import OperationKind, RecordingDevice, StallingDevice
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from stored_bytes import flip_byte
@@ -521,6 +521,36 @@ def a_device_that_fails_is_a_miss_and_no_exception(directory: Path) -> None:
     assert backend.batch_set_v1(HASHES[:1], torch.arange(PAGE_TOKENS)) == [False]
     assert backend.clear() is False
     backend.close()
+
+
+@check
+def a_device_that_stalls_holds_only_those_who_wait_for_it(directory: Path) -> None:
+    pool, reference = mha_pool("page_first"), mha_pool("page_first")
+    controller = attach(pool, options(directory))
+    backend = controller.storage_backend
+    backend._registered.close()
+    backend._store.close()
+    device = StallingDevice()
+    blockkv.format(device, average_chunk="64KiB")
+    backend._store = blockkv.open(device)
+    try:
+        assert backup(controller) == len(TOKENS)
+        device.gate.clear()
+        arrived: list[int] = []
+        loader = threading.Thread(target=lambda: arrived.append(prefetch(controller)))
+        loader.start()
+        loader.join(0.3)
+        assert not arrived
+        begin = time.perf_counter()
+        assert hits(controller) == 9 * PAGE_TOKENS, "a look takes no device"
+        assert time.perf_counter() - begin < 1
+        device.gate.set()
+        loader.join(30)
+        assert arrived == [9 * PAGE_TOKENS]
+        assert_arrived(pool, reference)
+    finally:
+        device.gate.set()
+        backend.close()
 
 
 def new(transfers: list[PoolTransfer]) -> list[PoolTransfer]:
