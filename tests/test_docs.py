@@ -92,7 +92,7 @@ def test_commands_exist(document: Path) -> None:
             assert arguments[0] in targets, f"make {arguments[0]}"
         elif program == "blockkv":
             check_options(resolve(arguments), words)
-        elif program.startswith("tools/connector_bench/"):  # it needs an engine, which is not in this environment
+        elif program.startswith("tools/connector_bench/"):  # they need an engine, which is not here
             sources = [ROOT / program, ROOT / "tools/bench_tool.py", ROOT / "tools/connector_bench/rounds.py"]
             shown = "".join(source.read_text() for source in sources)
             for option in options_in(words):
