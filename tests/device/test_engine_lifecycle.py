@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from engine_tools import ENGINES, MIB, Memory, batch_of, engine_on, one_extent, 
 
 from blockkv.device.base import UNIT_BYTES, Batch, Direction, Priority
 from blockkv.device.engine import NativeDevice
-from blockkv.device.namespace import probe
-from blockkv.errors import DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument, StoreClosed
+from blockkv.device.namespace import open_namespace, probe
+from blockkv.errors import DeviceBusy, DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument, StoreClosed
 
 NOBODY = 65534
 
@@ -732,3 +733,54 @@ def test_opening_and_closing_leaks_nothing(image_dir: Path, count: int) -> None:
             )
     assert open_descriptors() == before
     assert not [name for name in thread_names() if name.startswith("blockkv")]
+
+
+# ------------------------------------------------------------------------------- shared with processes
+
+
+@engines
+def test_a_lifeline_ends_with_the_device_and_with_its_process(engine: str, image_dir: Path) -> None:
+    """The other end hears of it: not before everything is closed, and soon afterwards."""
+    image = image_of(image_dir, MIB)
+    receiver, lifeline = os.pipe()
+    heard = select.poll()
+    heard.register(receiver, 0)
+    with engine_on(image, engine, lifeline=lifeline) as device:
+        device.write(0, bytes(UNIT_BYTES))
+        assert not heard.poll(50)
+        child = os.fork()
+        if child == 0:  # has let go of its copy
+            time.sleep(20)
+            os._exit(0)
+        try:
+            device.close()
+            assert heard.poll(5000)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    os.close(receiver)
+
+
+def test_a_shared_descriptor_keeps_the_lock_until_its_last_copy_is_closed(image_dir: Path) -> None:
+    image = image_of(image_dir, MIB)
+    descriptor, path, limits = open_namespace(image)
+    device = NativeDevice(descriptor, path, limits)
+    copy = device.share()
+    device.close()
+    with pytest.raises(DeviceBusy):
+        open_namespace(image, wait_s=0.1)
+    os.close(copy)
+    os.close(open_namespace(image)[0])
+    with pytest.raises(StoreClosed):
+        device.share()
+
+
+def test_passthrough_takes_no_lifeline(image_dir: Path) -> None:
+    receiver, lifeline = os.pipe()
+    with (
+        pytest.raises(InvalidArgument, match="lifeline"),
+        engine_on(image_of(image_dir, MIB), "passthrough", lifeline=lifeline),
+    ):
+        pass
+    assert os.read(receiver, 1) == b""
+    os.close(receiver)
