@@ -14,6 +14,7 @@ brings into memory when it is asked to: POST /cache/prefetches.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,8 +25,8 @@ from typing import Any
 
 from lmcache_server import ENVIRONMENT, MODEL, PATIENCE_S, PROMPT_TOKENS, Engine, Server, blank_file
 
-HOSTS = {"bkv-left": "10.231.77.1", "bkv-right": "10.231.77.2"}
-LEFT, RIGHT = HOSTS
+LEFT, RIGHT = f"left-{os.getpid()}", f"right-{os.getpid()}"
+HOSTS = {LEFT: "10.231.77.1", RIGHT: "10.231.77.2"}
 COORDINATOR = f"http://{HOSTS[LEFT]}:9300"
 PORT, CHANNEL_PORT = 5555, 5600
 
