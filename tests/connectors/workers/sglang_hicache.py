@@ -779,9 +779,10 @@ def ranks_share_a_device_through_its_owner(directory: Path) -> None:
         assert mha[0].storage_backend.batch_set_v1(["new"], torch.arange(PAGE_TOKENS)) == [False]
     with owner(device, socket):
         deadline_s = time.monotonic() + 20
-        while not mha[0].storage_backend.batch_set_v1(["new"], torch.arange(PAGE_TOKENS))[0]:
-            assert time.monotonic() < deadline_s, "it has not connected again"
-            time.sleep(0.05)
+        for controller in mha:  # each connects again by itself
+            while not controller.storage_backend.batch_set_v1(["new"], torch.arange(PAGE_TOKENS))[0]:
+                assert time.monotonic() < deadline_s, "it has not connected again"
+                time.sleep(0.05)
         assert prefetch(mha[1]) == 9 * PAGE_TOKENS
         for controller in (*mla, *mha):
             controller.storage_backend.close()
