@@ -46,6 +46,7 @@ LINKED = (
     "__enter__",
     "__exit__",
     "closed",
+    "extents",
     "get",
     "get_many",
     "latencies",
