@@ -487,7 +487,7 @@ class _Pool:
     def memory(self) -> list[torch.Tensor]:
         """Its buffers, where they are pieces of memory."""
         buffers = getattr(self._pool, "kv_buffer", None)
-        with contextlib.suppress(NotImplementedError, AttributeError):
+        if hasattr(self._pool, "get_hybrid_pool_buffer") and not self._is_empty:
             buffers = self._pool.get_hybrid_pool_buffer()
         found = buffers if isinstance(buffers, (list, tuple)) else [buffers]
         return [
@@ -526,9 +526,11 @@ class _Pool:
 
     def _piece_bytes(self) -> list[int] | None:
         """Sizes of the pieces of a page, or None where the pool does not say where they are."""
+        if not hasattr(self._pool, "get_page_buffer_meta"):
+            return None
         try:
             meta = self._pool.get_page_buffer_meta(torch.arange(self.page_size))
-        except (AttributeError, NotImplementedError, ValueError) as error:
+        except (NotImplementedError, ValueError) as error:  # how pools say that of their layout
             log.info("pages of %s are copied: %s", type(self._pool).__name__, error)
             return None
         return [int(size) for size in meta[1]] if meta else []

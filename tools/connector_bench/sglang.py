@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from sglang_pools import PAGE_TOKENS, attach, mha_pool
 import blockkv
 
 
-class HiCache:
+class HiCache(ABC):
     """A storage backend under SGLang's controller. Half of the pool is stored, the other half loaded to."""
 
     def __init__(self, name: str, pool: Any, pages: int, backend: str, options: dict[str, Any]) -> None:
@@ -72,11 +73,11 @@ class HiCache:
     def forget(self) -> None:
         self._backend.clear()
 
-    def sync(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def sync(self) -> None: ...
 
-    def drop_page_cache(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def drop_page_cache(self) -> None: ...
 
     def close(self) -> None:
         getattr(self._backend, "close", lambda: None)()
