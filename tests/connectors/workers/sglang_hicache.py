@@ -753,7 +753,7 @@ def owner(device: Path, socket: Path) -> Iterator[subprocess.Popen[str]]:
 def ranks_share_a_device_through_its_owner(directory: Path) -> None:
     device, socket = image(directory), directory / "owner.sock"
     blockkv.format(device, average_chunk="64KiB")
-    given = options(directory, device=str(socket))
+    given = options(directory, device=str(socket), durable=True)  # the owner is going to be killed
     with owner(device, socket) as process:
         mla = [
             attach(mla_pool("page_first"), given, is_mla_model=True, tp_size=2, tp_rank=rank)
