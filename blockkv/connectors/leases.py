@@ -78,7 +78,7 @@ class Leases:
         self.expired = 0
         """Leases that ended because `lease_s` were over."""
         self._thread: threading.Thread | None = None
-        if hasattr(store, "is_connected"):  # it is another process's
+        if store.is_client:
             self._thread = threading.Thread(target=self._ask_owner, name="blockkv-lookups", daemon=True)
             self._thread.start()
 

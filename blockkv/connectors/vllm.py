@@ -283,7 +283,7 @@ class BlockKVTier(SecondaryTierManager):
             self._register()
             self._watch: blockkv.Watch | None = None
             if chosen.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
-                if hasattr(self._store, "is_connected"):
+                if self._store.is_client:
                     raise InvalidArgument(
                         "enable_kv_events: only the process that owns the store is told what comes and goes"
                     )

@@ -8,7 +8,7 @@
 
 Every byte of every file counts. A sample would do for two fine-tunes, which differ nearly everywhere, but not
 for one that has a single row of its embedding replaced. Each 64 MiB is digested by XXH3-128, which is as fast
-as memory and keeps apart what nobody has made to collide; the digests, names and sizes by BLAKE2b.
+as memory and keeps apart what nobody has made to collide; the digests, names and sizes by BLAKE2b-256.
 
 The result is remembered in a store under the files' paths, sizes, inodes and times of change (`st_mtime_ns`
 and `st_ctime_ns`: writing to a file changes the latter, whatever is done to the former).
@@ -30,7 +30,7 @@ import xxhash
 import blockkv
 from blockkv.errors import InvalidArgument
 
-__all__ = ["fingerprint", "weight_files"]
+__all__ = ["file_digest", "fingerprint", "weight_files"]
 
 SEGMENT_BYTES = 64 << 20
 READ_BYTES = 4 << 20
@@ -69,12 +69,9 @@ def fingerprint(paths: Sequence[Path], remembered_in: blockkv.Store | None = Non
     if remembered_in is not None and (known := remembered_in.get(key)) is not None:
         return bytes(known.numpy()).decode()
     state = hashlib.blake2b(digest_size=16, person=b"blockkv weights")
-    with ThreadPoolExecutor(THREADS, "blockkv-weights") as threads:
-        for path in paths:
-            size_bytes = path.stat().st_size
-            state.update(f"{len(path.name.encode())}:{path.name}{size_bytes}:".encode())
-            for digest in threads.map(_digest, itertools.repeat(path), range(0, size_bytes, SEGMENT_BYTES)):
-                state.update(digest)
+    for path in paths:
+        state.update(f"{len(path.name.encode())}:{path.name}{path.stat().st_size}:".encode())
+        state.update(file_digest(path))
     if _identity(paths) != seen:
         raise blockkv.BlockKVError(
             f"{paths[0].parent}: the weights changed while they were read; start again"
@@ -82,6 +79,16 @@ def fingerprint(paths: Sequence[Path], remembered_in: blockkv.Store | None = Non
     if remembered_in is not None:
         remembered_in.put(key, state.hexdigest().encode())
     return state.hexdigest()
+
+
+def file_digest(path: Path) -> bytes:
+    """32 bytes that depend on every byte of a file, and on its size. Raises OSError."""
+    size_bytes = path.stat().st_size
+    state = hashlib.blake2b(str(size_bytes).encode(), digest_size=32, person=b"blockkv file")
+    with ThreadPoolExecutor(THREADS, "blockkv-weights") as threads:
+        for digest in threads.map(_digest, itertools.repeat(path), range(0, size_bytes, SEGMENT_BYTES)):
+            state.update(digest)
+    return state.digest()
 
 
 def _digest(path: Path, start: int) -> bytes:

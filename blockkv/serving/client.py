@@ -535,6 +535,10 @@ class ClientStore(Store):
         return self._read_only
 
     @property
+    def is_client(self) -> bool:
+        return True
+
+    @property
     def is_connected(self) -> bool:
         """Whether the owner is there, as far as is known."""
         return not (self._closed or self._session.connection.lost)

@@ -772,6 +772,11 @@ class Store:
         return bool(self._state.read_only_reason)
 
     @property
+    def is_client(self) -> bool:
+        """Whether another process has the catalog (`blockkv serve`): a lookup takes a round trip then."""
+        return False
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed, or cannot be used any more."""
         return bool(self._closed)

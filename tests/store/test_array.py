@@ -49,6 +49,7 @@ LINKED = (
     "extents",
     "get",
     "get_many",
+    "is_client",
     "latencies",
     "put",
     "put_many",

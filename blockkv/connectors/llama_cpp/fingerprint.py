@@ -14,9 +14,9 @@ salt       the caller's
 =========  =================================================================================================
 
 The digest is of whole files, and no sample of them: two fine-tunes differ in a few tensors only, two
-quantisations by another importance matrix not even in their headers. It is BLAKE2b over the BLAKE2b-256
-digests of pieces of 64 MiB, which four threads compute at some 3 GB/s, and is kept by device, inode, size,
-mtime and ctime, so that each file is read once.
+quantisations by another importance matrix not even in their headers. It is that of
+`blockkv.connectors.weights`, and is kept by device, inode, size, mtime and ctime, so that each file is read
+once, also by those who have no store.
 
 Not in it, because they change results only as another batch size would: threads, batch sizes, where layers
 are computed. Not in it, because llama.cpp does not tell: control vectors. Whoever sets one says so in `salt`.
@@ -31,7 +31,6 @@ import json
 import os
 import re
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,11 @@ from typing import Any
 import llama_cpp
 
 from blockkv import Family
+from blockkv.connectors.weights import file_digest as digest_of_bytes
 from blockkv.errors import InvalidArgument
 
 __all__ = ["Context", "family_of", "file_digest"]
 
-PIECE_BYTES = 64 << 20
-DIGEST_THREADS = 4
 TEXT_BYTES = 256
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """How the files of one model are named that was split (`llama_split_path` of llama.h)."""
@@ -189,30 +187,13 @@ def file_digest(path: str | os.PathLike[str]) -> str:
             )
             known = _known_digests()
             if identity not in known:
-                known[identity] = _digest(file.fileno(), found.st_size)
+                known[identity] = digest_of_bytes(Path(f"/proc/self/fd/{file.fileno()}")).hex()
                 _keep({**_known_digests(), identity: known[identity]})
             return known[identity]
     except OSError as error:
         raise InvalidArgument(
             f"{os.fspath(path)} cannot be read for its digest: {error}; give weights= instead"
         ) from error
-
-
-def _digest(descriptor: int, size_bytes: int) -> str:
-    def piece(offset: int) -> bytes:
-        state = hashlib.blake2b(digest_size=32)
-        end = min(offset + PIECE_BYTES, size_bytes)
-        while offset < end:
-            content = os.pread(descriptor, min(1 << 20, end - offset), offset)
-            if not content:
-                raise OSError(f"it became shorter than {size_bytes} bytes")
-            state.update(content)
-            offset += len(content)
-        return state.digest()
-
-    with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        pieces = threads.map(piece, range(0, size_bytes, PIECE_BYTES))
-        return hashlib.blake2b(b"".join(pieces), digest_size=32).hexdigest()
 
 
 def _digests_path() -> Path:

@@ -104,7 +104,7 @@ class BlockKVL2Adapter(L2AdapterInterface):
         self._told: set[str] = set()
         self._asking: ThreadPoolExecutor | None = None
         """Asks the owner of the store, one thing after the other, where that is another process."""
-        if hasattr(self._store, "is_connected"):
+        if self._store.is_client:
             self._asking = ThreadPoolExecutor(1, "blockkv-lookups")
         self._has_policies = bool(self._asking) or (config.eviction, config.admission) != ("lru", "all")
         l1_bytes = l1_memory_desc.size if l1_memory_desc is not None else UNBOUNDED_BYTES

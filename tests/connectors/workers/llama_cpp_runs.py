@@ -207,16 +207,16 @@ def with_slots(told: dict[str, Any], store: Any) -> dict[str, Any]:
 
 def with_digest(told: dict[str, Any]) -> dict[str, Any]:
     computed = 0
-    compute = fingerprint._digest
+    compute = fingerprint.digest_of_bytes
 
-    def counted(descriptor: int, size_bytes: int) -> str:
+    def counted(path: Path) -> bytes:
         nonlocal computed
         computed += 1
-        return compute(descriptor, size_bytes)
+        return compute(path)
 
-    fingerprint._digest = counted
+    fingerprint.digest_of_bytes = counted
     digest = fingerprint.model_digest(told["model"])
-    fingerprint._digest = compute
+    fingerprint.digest_of_bytes = compute
     return {"digest": digest, "computed": computed}
 
 
