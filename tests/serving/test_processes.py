@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -455,9 +456,11 @@ def test_operations_under_way_when_the_owner_dies(owner_process: StartOwner) -> 
 
         def run(number: int) -> None:
             try:
-                while not done.is_set():
-                    with contextlib.suppress(OwnerLost):
-                        store.put(f"fresh {number} {time.monotonic_ns()}", content(number, 300_000))
+                for turn in itertools.count():
+                    if done.is_set():
+                        return
+                    with contextlib.suppress(OwnerLost):  # eight keys: nothing may have to be evicted
+                        store.put(f"fresh {number} {turn % 8}", content(number, 300_000))
                     found = store.get(f"key {number}")
                     assert found is None or torch.equal(found, content(number, 200_000))
                     future = store.submit_get(f"key {number + 1}", preload=True)
