@@ -4,7 +4,8 @@ A part of 2 MiB or more is a mapping of its own, on huge pages and left out of c
 slabs. Memory that is given back is kept for the next part of that size, until room is needed or the bound
 falls; then it is unmapped, after the device was told (`blockkv.memory`).
 
-What counts is memory that may be resident: whole huge pages, and whole slabs.
+What counts is memory that may be resident: whole huge pages, and whole slabs. The kernel charges a page for
+when it is touched, so that who compares with its figures needs what is resident already.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Arena:
         self._slabs: list[_Slab] = []
         self._spare: dict[int, list[torch.Tensor]] = {}
         self._spare_bytes = 0
+        self._untouched: dict[int, int] = {}
+        """Sizes of mappings, by address, of which some pages were not resident yet when last asked."""
         self.resident_bytes = 0
         """Of everything that is mapped, what may be resident."""
 
@@ -94,11 +97,22 @@ class Arena:
         """Unmap memory that is in nobody's hands until the limit is kept, or there is none."""
         for size_bytes in sorted(self._spare, reverse=True):
             while self.resident_bytes > limit_bytes and self._spare[size_bytes]:
-                self._spare[size_bytes].pop()
+                memory = self._spare[size_bytes].pop()
+                self._untouched.pop(memory.data_ptr(), None)
                 self._spare_bytes -= size_bytes
                 self.resident_bytes -= size_bytes
             if not self._spare[size_bytes]:
                 del self._spare[size_bytes]
+
+    def touched_bytes(self) -> int:
+        """Of `resident_bytes`, what has been resident: mincore(2)."""
+        missing_bytes = 0
+        for address, size_bytes in list(self._untouched.items()):
+            absent_bytes = size_bytes - _resident_bytes(address, size_bytes)
+            if not absent_bytes:
+                del self._untouched[address]
+            missing_bytes += absent_bytes
+        return self.resident_bytes - missing_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -117,6 +131,7 @@ class Arena:
         memory = empty(size_bytes, torch.uint8)
         if self._lock_memory:
             _lock(memory)
+        self._untouched[memory.data_ptr()] = size_bytes
         self.resident_bytes += size_bytes
         return memory
 
@@ -134,6 +149,15 @@ class Arena:
         start, count = extents[0]
         memory = slab.memory[start * PAGE_BYTES : (start + count) * PAGE_BYTES]
         return Part(memory, slab, start, count)
+
+
+def _resident_bytes(address: int, size_bytes: int) -> int:
+    pages = bytearray(-(-size_bytes // PAGE_BYTES))
+    library = ctypes.CDLL(None, use_errno=True)
+    vector = (ctypes.c_ubyte * len(pages)).from_buffer(pages)
+    if library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), vector):
+        raise BlockKVError(f"what is resident of the memory tier is not told (errno {ctypes.get_errno()})")
+    return pages.count(1) * PAGE_BYTES
 
 
 def _lock(memory: torch.Tensor) -> None:

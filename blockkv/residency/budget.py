@@ -1,6 +1,7 @@
 """How much memory the tier may have: what is really free, asked again while running.
 
-The least of three answers counts, each less `keep_free_bytes` and with what the tier has already added:
+The least of three answers counts, each less `keep_free_bytes` and with what the tier has already added, which
+is what is charged for it: not what it has mapped and nobody has touched.
 
     control group   its limit (memory.max and memory.high; version 1: memory.limit_in_bytes) less what is
                     charged to it but page cache; for the group of this process and every one above it
@@ -74,7 +75,7 @@ class MemoryBudget:
         self._cgroups = cgroups
 
     def estimate(self, own_bytes: int) -> Estimate:
-        """What the tier, which has `own_bytes` now, may have. Costs a few reads of small files."""
+        """What the tier, which has `own_bytes` resident now, may have. Costs a few reads of small files."""
         if not self._follow:
             assert self._ceiling_bytes is not None
             return Estimate(self._ceiling_bytes, "fixed", 0.0)

@@ -417,7 +417,7 @@ class MemoryTier:
     def rebind(self) -> Estimate:
         """Ask for the budget, and let leave what does not fit."""
         with self.lock:
-            estimate = self._budget.estimate(self._arena.resident_bytes)
+            estimate = self._budget.estimate(self._arena.touched_bytes())
             self.estimate = estimate
             for one in self.residents.values():
                 one.stuck = False

@@ -64,3 +64,27 @@ def test_locked_memory() -> None:
     part = Arena(lock_memory=True).take(2 * MIB, 8 * MIB)
     assert part is not None
     part.memory.fill_(7)
+
+
+def test_what_nobody_has_touched_is_told_apart() -> None:
+    """The kernel has not charged it yet: a budget that counted it would be too large by that much."""
+    arena = Arena()
+    first, small = arena.take(8 * MIB, 64 * MIB), arena.take(1000, 64 * MIB)
+    assert first is not None
+    assert small is not None
+    assert arena.touched_bytes() == 0
+    first.memory[: 2 * MIB] = 1
+    assert arena.touched_bytes() == 2 * MIB
+    first.memory.fill_(1)
+    small.memory.fill_(1)
+    touched_bytes = arena.touched_bytes()
+    assert 8 * MIB < touched_bytes <= arena.resident_bytes == 8 * MIB + SLAB_BYTES
+    arena.give(first)
+    assert arena.touched_bytes() == touched_bytes
+    again = arena.take(8 * MIB, 64 * MIB)
+    assert again is not None
+    assert arena.touched_bytes() == touched_bytes
+    arena.give(again)
+    arena.give(small)
+    arena.shrink(0)
+    assert arena.touched_bytes() == arena.resident_bytes == 0

@@ -630,3 +630,26 @@ class Tiered(RuleBasedStateMachine):
 
 TestTiered = Tiered.TestCase
 TestTiered.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+
+
+def test_the_budget_is_asked_with_what_is_resident(device: SimulatedDevice) -> None:
+    """Not with the capacity of growing chunks: with that the tier took what they had yet to touch, and the
+    control group killed the process when they did.
+    """
+    asked: list[int] = []
+
+    class Asked(Adjustable):
+        def estimate(self, own_bytes: int) -> Estimate:
+            asked.append(own_bytes)
+            return super().estimate(own_bytes)
+
+    store = blockkv.open(device, commit_interval_ms=None)
+    with TieredStore(store, Asked(32 * MIB), interval_s=None) as tier, tier.reserve("k", 8 * MIB) as chunk:
+        assert chunk.in_memory
+        chunk.append(content(2 * MIB))
+        tier.rebind()
+        assert 2 * MIB <= asked[-1] <= 4 * MIB
+        chunk.append(content(6 * MIB))
+        tier.rebind()
+        assert asked[-1] == 8 * MIB
+        assert tier.stats()["memory_resident_bytes"] == 8 * MIB
