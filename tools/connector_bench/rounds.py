@@ -180,7 +180,10 @@ def run(
     phases: dict[str, list[dict[str, Any]]] = {}
     keep_mounts_private()
     count = 2 + more_partitions
-    with on.target(count * part_bytes + (4 << 20)) as target, paced_writeback(target.pace) as is_paced:
+    with (
+        on.target(count * part_bytes + (4 << 20), large_requests=True) as target,
+        paced_writeback(target.pace) as is_paced,
+    ):
         blockkv.format(target.path, force=target.force)
         write_throughout(target.path, count * part_bytes)
         with (
