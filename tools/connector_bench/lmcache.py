@@ -247,10 +247,10 @@ def contestants(
     return made
 
 
-@bench_tool.benchmark(read_gb_s=7.0, write_gb_s=4.9)
+@bench_tool.benchmark(read_gb_s=3.0, write_gb_s=2.4)
 @click.option("--object-mib", default=8.0, show_default=True, help="Size of an object.")
 @click.option(
-    "--set-mib", default=256, show_default=True, help="Objects that are stored and loaded in a turn."
+    "--set-mib", default=1024, show_default=True, help="Objects that are stored and loaded in a turn."
 )
 @click.option("--task-mib", default=64, show_default=True, help="Objects of one task.")
 @click.option("--rounds", default=5, show_default=True, help="Counted turns of everybody.")
