@@ -1,9 +1,9 @@
 """docs/troubleshooting.md has an entry for whatever a user can be told, and none that is stale.
 
 Messages are found in the source: what is given to an exception of `blockkv.errors` or to a logger from
-WARNING on, what is kept to be told later, findings, and what `blockkv doctor` does not find good. Their literal
-text counts, with "…" for the rest. An entry is a code span in the first column of a table of messages or
-findings. It stands for every message that has its pieces between "…", in order.
+WARNING on, what is kept to be told later, findings, and what `blockkv doctor` does not find good. Their
+literal text counts, with "…" for the rest. An entry is a code span in the first column of a table of messages
+or findings. It stands for every message that has its pieces between "…", in order.
 """
 
 from __future__ import annotations
