@@ -128,6 +128,7 @@ def says_something(text: str) -> bool:
     return len(words) > 1 or (bool(words) and ":" in text)
 
 
+@cache
 def entries() -> list[str]:
     """The code spans in the first column of the tables of messages and findings."""
     table = re.compile(r"^\| (?:message|finding) \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
