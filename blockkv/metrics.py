@@ -67,6 +67,7 @@ COUNTERS = {
     "put_existing": "Puts of keys that were there.",
     "put_copied_bytes": "Payload gathered by a copy, because of the strides of tensors.",
     "put_refused": "Puts that the admission policy did not want.",
+    "put_over_budget": "Puts that the write budget did not hold.",
     "put_device_error": "Puts that failed on a write.",
     "put_dropped": "Puts that were allowed to be dropped, or had a deadline, and came too late.",
     "append_bytes": "Bytes appended to growing chunks.",

@@ -29,6 +29,7 @@ MODULES = {
     "blockkv.metrics": "Prometheus",
     "blockkv.catalog.eviction": "who leaves",
     "blockkv.catalog.admission": "what is written",
+    "blockkv.catalog.wear": "how much is written a day",
     "blockkv.kv_size": "how big a KV cache is, and whether loading pays",
     "blockkv.connectors.transformers": "transformers",
     "blockkv.connectors.llama_cpp": "llama.cpp",

@@ -62,7 +62,7 @@ AVERAGE_CHUNK = "256KiB"
 ARENA_BYTES = 64 * MEBIBYTE
 LARGEST_SHARE = 64
 """A chunk has at most this part of the data zone, so that a small device holds a mixture too."""
-SAMPLE_BYTES = 256 * MEBIBYTE
+SAMPLE_BYTES = 2048 * MEBIBYTE
 """What the gets at the end of a pass read."""
 TABLE_CHARS = 136
 PANELS = (

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from rich.table import Table
 
 import blockkv
 from blockkv.bench.device import partitions
+from blockkv.catalog.wear import WriteBudget
+from blockkv.cli.byte_sizes import Size
 from blockkv.demo.replay import Request, footprint, read_trace, replay_and_report
 from blockkv.errors import InvalidArgument
 from blockkv.testing import SimulatedDevice
@@ -80,6 +82,17 @@ def lru_hit_rate(requests: Sequence[Request], capacity_chunks: int) -> float:
     return hits / references if references else 0.0
 
 
+class TraceClock:
+    """The time of the request that comes next, in seconds."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self.done = 0
+
+    def __call__(self) -> float:
+        return self._requests[min(self.done, len(self._requests) - 1)].timestamp_ms / 1000
+
+
 def replay_shares(
     device: Path,
     requests: Sequence[Request],
@@ -87,8 +100,13 @@ def replay_shares(
     chunk_bytes: int,
     force: bool,
     progress: Callable[[str, float], None],
+    options: Mapping[str, Any] | None = None,
+    budget_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """A new store for each share, on a partition of just its size; the report of each."""
+    """A new store for each share, on a partition of just its size; the report of each.
+
+    `options` are those of `blockkv.open`. The days of a write budget are those of the trace.
+    """
     asked = footprint(requests)
     blockkv.format(device, force=force)  # refuses what is occupied
     found = []
@@ -96,15 +114,17 @@ def replay_shares(
         wanted_bytes = int(share * asked.distinct_count * rounded(chunk_bytes))
         with partitions(device, [store_bytes(wanted_bytes, chunk_bytes)]) as (partition,):
             facts = blockkv.format(partition, average_chunk=chunk_bytes, force=True)
-            with blockkv.open(partition) as store:
-                report = replay_and_report(
-                    store,
-                    requests,
-                    chunk_bytes,
-                    progress=lambda done, total, before=number, share=share: progress(
-                        f"share {share:g}", before * total + done
-                    ),
-                )
+            clock = TraceClock(requests)
+
+            def on(done: int, total: int, number: int = number, clock: TraceClock = clock) -> None:
+                clock.done = done
+                progress(f"share {shares[number]:g}", number * total + done)
+
+            budget = WriteBudget(budget_bytes, clock) if budget_bytes is not None else None
+            with blockkv.open(partition, write_budget=budget, **(options or {})) as store:
+                report = replay_and_report(store, requests, chunk_bytes, progress=on)
+                report["put_over_budget"] = store.stats()["put_over_budget"]
+                report["put_refused"] = store.stats()["put_refused"]
         capacity_chunks = facts["data_bytes"] // rounded(chunk_bytes)
         found.append(
             {
@@ -192,6 +212,9 @@ def draw(figure: Any, reports: Sequence[dict[str, Any]]) -> None:
     help="Size of the store as a share of the footprint; may be given several times.",
 )
 @click.option("--chunk-kib", default=128, show_default=True, help="What stands for 512 tokens.")
+@click.option("--eviction", default="lru", show_default=True, help="Who leaves: lru, prefix, s3fifo.")
+@click.option("--admission", default="all", show_default=True, help="What is written: all, twice, adaptive.")
+@click.option("--write-budget", type=Size(), help="Most bytes written in a day of the trace.")
 def main(
     on: DeviceOptions,
     to: OutputOptions,
@@ -199,6 +222,9 @@ def main(
     limit: int | None,
     shares: tuple[float, ...],
     chunk_kib: int,
+    eviction: str,
+    admission: str,
+    write_budget: int | None,
 ) -> None:
     """Replay a trace on stores of several sizes on DEVICE, a block device, or on one made for it."""
     requests = read_trace(trace, limit)
@@ -207,7 +233,10 @@ def main(
         on.target(device_bytes(requests, shares, chunk_bytes)) as target,
         bench_tool.progress_bar(len(shares) * len(requests)) as advance,
     ):
-        reports = replay_shares(target.path, requests, shares, chunk_bytes, target.force, advance)
+        policies = {"eviction": eviction, "admission": admission}
+        reports = replay_shares(
+            target.path, requests, shares, chunk_bytes, target.force, advance, policies, write_budget
+        )
     asked = footprint(requests)
     to.document(
         {
@@ -220,6 +249,8 @@ def main(
                 "infinite_hit_rate": asked.infinite_hit_rate,
             },
             "chunk_bytes": chunk_bytes,
+            **policies,
+            "write_budget_bytes_per_day": write_budget,
             "stores": reports,
         }
     )

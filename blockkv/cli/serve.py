@@ -53,6 +53,7 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 @click.option("--eviction", default="lru", show_default=True, help="Who leaves: lru, prefix or s3fifo.")
 @click.option("--admission", default="all", show_default=True, help="What is written: all, twice, adaptive.")
 @click.option("--quota", "quotas", multiple=True, metavar="FAMILY=SIZE", help="Most bytes of a family.")
+@click.option("--write-budget", type=Size(), help="Most bytes written in a day, metadata included.")
 @click.option("--discard", is_flag=True, help="Tell the device about freed space.")
 @click.option("--scrub", "scrub_rate", type=Rate(), help="Verify everything, again and again, at this rate.")
 @click.option(
@@ -75,6 +76,7 @@ def serve(
     eviction: str,
     admission: str,
     quotas: tuple[str, ...],
+    write_budget: int | None,
     discard: bool,
     scrub_rate: int | None,
     commit_interval_ms: float,
@@ -94,6 +96,7 @@ def serve(
         "eviction": eviction,
         "admission": admission,
         "quotas": dict(map(_quota, quotas)) or None,
+        "write_budget": write_budget,
         "discard": discard,
         "commit_interval_ms": commit_interval_ms,
     }

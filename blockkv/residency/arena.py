@@ -152,11 +152,10 @@ class Arena:
 
 
 def _resident_bytes(address: int, size_bytes: int) -> int:
+    """0 where the kernel does not tell: who reckons with it takes less then, not more."""
     pages = bytearray(-(-size_bytes // PAGE_BYTES))
-    library = ctypes.CDLL(None, use_errno=True)
     vector = (ctypes.c_ubyte * len(pages)).from_buffer(pages)
-    if library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), vector):
-        raise BlockKVError(f"what is resident of the memory tier is not told (errno {ctypes.get_errno()})")
+    ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), vector)
     return pages.count(1) * PAGE_BYTES
 
 

@@ -456,6 +456,8 @@ class Session:
                     message.insist and self._owner.is_claimed(ticket.digest)
                 ):
                     outcomes[number] = Outcome.CLAIMED
+                elif not state.afford([ticket.units]):
+                    outcomes[number] = Outcome.REFUSED
                 else:
                     self._admit(ticket)
             mine = [ticket for ticket in asked if ticket.number]

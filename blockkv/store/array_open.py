@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from blockkv.catalog.admission import Admission
 from blockkv.catalog.eviction import Eviction
+from blockkv.catalog.wear import WriteBudget
 from blockkv.device.base import Device
 from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, InvalidArgument, WrongStore
 from blockkv.format.geometry import SLOTS_PER_COPY
@@ -42,6 +43,7 @@ from blockkv.store.member import Member
 from blockkv.store.recovery import next_epoch, read_superblock, recover
 from blockkv.store.store import (
     Store,
+    as_budget,
     check_options,
     open_device,
     open_on,
@@ -83,6 +85,7 @@ def open_any(
     eviction: str | Callable[[], Eviction] = "lru",
     admission: str | Callable[[], Admission] = "all",
     quotas: Mapping[str, int] | None = None,
+    write_budget: int | str | WriteBudget | None = None,
 ) -> Store:
     """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
 
@@ -100,7 +103,9 @@ def open_any(
     "all", "twice" or "adaptive"; or a function that makes a policy (`blockkv.catalog.eviction.Eviction`,
     `blockkv.catalog.admission.Admission`). `quotas`: most payload bytes by family, which is what keys begin
     with up to their first slash (`Family.name`); a family above its own loses chunks of its own. Policies
-    count anew after every open.
+    count anew after every open. `write_budget`: bytes that may be written in a day, metadata included, such
+    as "2TiB", shared among the members of an array; chunks that would exceed it are not stored, as those that
+    admission refuses (`blockkv.catalog.wear`).
 
     Several paths, in any order, open the array that was formatted on them. All members have to be there.
     `degraded` does without those that are missing: left out of the list, or their path leads nowhere. What
@@ -114,7 +119,7 @@ def open_any(
     an array are missing, or of several arrays; a member is opened alone for writing).
     """
     paths = several(path)
-    policies = Policies(eviction, admission, quotas)
+    policies = Policies(eviction, admission, quotas, as_budget(write_budget))
     options = check_options(
         evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s, policies
     )
@@ -133,6 +138,7 @@ def open_any(
             eviction=eviction,
             admission=admission,
             quotas=quotas,
+            write_budget=policies.write_budget,
         )
     with interrupts, contextlib.ExitStack() as stack:
         found: list[_Found] = []

@@ -464,6 +464,8 @@ class GrowingChunk:
         except DeviceError as error:
             self._failure = error
             raise
+        with self._state.lock:
+            self._state.grown_bytes += extent[1]
         return batch
 
     def _drain(self) -> None:

@@ -30,6 +30,7 @@ from blockkv.catalog import eviction as evictions
 from blockkv.catalog.admission import Admission
 from blockkv.catalog.eviction import Eviction
 from blockkv.catalog.index import Index
+from blockkv.catalog.wear import WriteBudget
 from blockkv.errors import InvalidArgument
 from blockkv.store.numbers import is_number
 
@@ -65,6 +66,7 @@ class Policies:
     admission: str | Callable[[], Admission] = "all"
     quotas: Mapping[str, int] | None = None
     """Payload bytes by family: by what keys begin with, up to the first slash."""
+    write_budget: WriteBudget | None = None
 
     def __post_init__(self) -> None:
         for what, chosen, floor, known in (
@@ -89,16 +91,23 @@ class Policies:
             chosen if isinstance(chosen, str) else getattr(chosen, "__name__", repr(chosen))
             for chosen in (self.eviction, self.admission)
         ]
-        return {"eviction": names[0], "admission": names[1], "quotas": dict(self.quotas or {})}
+        budget = self.write_budget
+        return {
+            "eviction": names[0],
+            "admission": names[1],
+            "quotas": dict(self.quotas or {}),
+            "write_budget_bytes_per_day": budget.bytes_per_day if budget is not None else None,
+        }
 
     def shared(self, count: int) -> Policies:
         """For each of `count` stores that keep them together."""
         quotas = {family: max(1, quota // count) for family, quota in (self.quotas or {}).items()}
-        return replace(self, quotas=quotas)
+        budget = self.write_budget
+        return replace(self, quotas=quotas, write_budget=budget.shared(count) if budget is not None else None)
 
     @property
     def are_default(self) -> bool:
-        """Whether all of it is what a store does by itself."""
+        """Whether who comes in, leaves and stays is what a store does by itself."""
         return self.eviction == "lru" and self.admission == "all" and not self.quotas
 
 

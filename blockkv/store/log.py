@@ -107,6 +107,8 @@ class Log:
         self.groups_committed = 0
         self.pages_written = 0
         self.checkpoints_written = 0
+        self.written_bytes = 0
+        """Pages, checkpoints and superblocks, since open."""
         self.checkpoint_s = 0.0
         self.scrub_sequence = superblock.scrub_sequence
         """Up to which log sequence the scrub under way has verified; 0 when there is none."""
@@ -228,6 +230,7 @@ class Log:
         self._tail.predecessor = checksum_of(pages[-1][1])
         self._tail.sealed_sequence = self._tail.next_sequence - 1
         self.pages_written += len(pages)
+        self.written_bytes += len(pages) * PAGE_BYTES
 
     def _settle(self, group: Group) -> None:
         """The group is on media: what it deleted becomes free."""
@@ -272,7 +275,7 @@ class Log:
                 try:
                     superblock = self._write_checkpoint(snapshot, log_sequence, anchor, clean)
                     superblock = dataclasses.replace(superblock, scrub_sequence=scrub_sequence)
-                    write_superblock(self._device, superblock)
+                    self._write_superblock(superblock)
                 except DeviceError as error:
                     self.fail(error)
                     raise self._refusal() from error
@@ -298,6 +301,10 @@ class Log:
                 if held:
                     self._commit_lock.release()
 
+    def _write_superblock(self, superblock: Superblock) -> None:
+        write_superblock(self._device, superblock)
+        self.written_bytes += len(slots_of(superblock.generation)) * PAGE_BYTES
+
     def _write_checkpoint(
         self,
         snapshot: Snapshot,
@@ -320,6 +327,7 @@ class Log:
                     "format with a smaller --average-chunk to keep this many chunks"
                 )
             self._device.write(offset, data)
+            self.written_bytes += len(data)
             offset += len(data)
             burst.clear()
 
@@ -372,7 +380,7 @@ class Log:
                     array=array or self.superblock.array,
                 )
                 try:
-                    write_superblock(self._device, superblock)
+                    self._write_superblock(superblock)
                 except DeviceError as error:
                     self.fail(error)
                     raise self._refusal() from error

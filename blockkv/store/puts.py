@@ -273,7 +273,18 @@ class PutRun(Puts):
             positions = [positions[number] for number in chosen]
             keys = [keys[number] for number in chosen]
             digests = [digests[number] for number in chosen]
-        return self._columns(positions, items, keys, digests, pieces)
+        return self._affordable(self._columns(positions, items, keys, digests, pieces))
+
+    def _affordable(self, puts: Columns) -> Columns:
+        """Those from the first on that the write budget lets in. The others are not stored."""
+        if self._state.write_budget is None:
+            return puts
+        with self._state.lock:
+            count = self._state.afford(puts.units)
+        if count == len(puts.units):
+            return puts
+        self._give_up(puts.digests[count:])
+        return puts.cut(0, count)
 
     def _give_up(self, digests: Collection[bytes]) -> None:
         if digests:

@@ -119,6 +119,13 @@ class State(DataPath):
             lambda: StateSnapshot(self),
             self._freed,
         )
+        budget = options.policies.write_budget
+        # Its own: members of an array are given the same one.
+        self.write_budget = budget.shared(1) if budget is not None else None
+        self.grown_bytes = 0
+        """What growing chunks have written."""
+        self._charged_bytes = 0
+        """Of what the log and growing chunks have written, what the budget knows of."""
         self.watches: list[Watch] = []
         """Who is told of every chunk that comes and goes."""
         self.keeping: Keeping | None = None
@@ -175,6 +182,20 @@ class State(DataPath):
                 told = key.decode(errors="replace") if is_text else key
                 watch.stored(digest, told, layout.payload_bytes)
         return self.log.append(records)
+
+    def afford(self, units: Sequence[int]) -> int:
+        """How many chunks of so many units each the write budget lets in, and is charged for, in order."""
+        budget = self.write_budget
+        if budget is None:
+            return len(units)
+        written_bytes = self.log.written_bytes + self.grown_bytes
+        budget.charge(written_bytes - self._charged_bytes)
+        self._charged_bytes = written_bytes
+        for number, count in enumerate(units):
+            if not budget.admits(count * UNIT_BYTES):
+                self.counters["put_over_budget"] += len(units) - number
+                return number
+        return len(units)
 
     def delete(self, entry: Entry) -> int:
         """Remove an indexed entry and log it. Its extents come back once that is durable.

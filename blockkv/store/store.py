@@ -40,6 +40,7 @@ from blockkv.catalog.admission import Admission
 from blockkv.catalog.eviction import Eviction
 from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout
+from blockkv.catalog.wear import WriteBudget
 from blockkv.device import namespace, passthrough
 from blockkv.device.base import UNIT_BYTES, Device, Priority
 from blockkv.device.engine import NativeDevice
@@ -61,7 +62,7 @@ from blockkv.kv_layout import WHOLE, KVLayout, Part
 from blockkv.space.allocator import Extent
 from blockkv.store import part_gets
 from blockkv.store.check import CheckReport, check_store
-from blockkv.store.create import superblock_facts
+from blockkv.store.create import parse_size, superblock_facts
 from blockkv.store.data_path import DataPath, Options
 from blockkv.store.discards import DEFAULT_BYTES_PER_S as DEFAULT_DISCARD_BYTES_PER_S
 from blockkv.store.extents import ChunkExtents
@@ -237,7 +238,8 @@ class Store:
 
         A chunk that is new with this put is deleted `ttl_s` seconds later, and leaves before all of higher
         `priority`. Both are forgotten when the store is closed. What the admission policy does not want is
-        not written: False, and the counter `put_refused`.
+        not written: False, and the counter `put_refused`; what the write budget does not hold, likewise, and
+        `put_over_budget`.
 
         Raises InvalidArgument (key, tensor), StoreFull, StoreReadOnly, StoreClosed, DeviceError.
         """
@@ -1174,6 +1176,7 @@ COUNTERS = (
     "append_bytes",
     "append_read_bytes",
     "put_refused",
+    "put_over_budget",
     "get_chunks",
     "get_bytes",
     "get_misses",
@@ -1278,9 +1281,10 @@ def open_store(
     eviction: str | Callable[[], Eviction] = "lru",
     admission: str | Callable[[], Admission] = "all",
     quotas: Mapping[str, int] | None = None,
+    write_budget: int | str | WriteBudget | None = None,
 ) -> Store:
     """Open a store that is no array. Options, and what is raised: `blockkv.store.array_open.open_any`."""
-    policies = Policies(eviction, admission, quotas)
+    policies = Policies(eviction, admission, quotas, as_budget(write_budget))
     options = check_options(
         evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s, policies
     )
@@ -1293,6 +1297,13 @@ def open_store(
         except BaseException:
             device.close()
             raise
+
+
+def as_budget(write_budget: int | str | WriteBudget | None) -> WriteBudget | None:
+    """The write budget of an open. Raises InvalidArgument."""
+    if write_budget is None or isinstance(write_budget, WriteBudget):
+        return write_budget
+    return WriteBudget(parse_size(write_budget))
 
 
 def check_options(
