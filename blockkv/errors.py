@@ -11,6 +11,7 @@
     ├── FormatError              what is on the device cannot be used as a store
     │   ├── NotFormatted         no valid superblock
     │   ├── VersionTooNew        written by a later version, or with a feature this one does not know
+    │   ├── ArchiveError         what was to be loaded is no archive, or not all of one
     │   ├── WrongStore           a different store than the one asked for, or one store on two open devices
     │   └── WrongKey             encrypted, and the key does not fit
     ├── OccupiedError            the device holds something else; says what and which command would clear it
@@ -32,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "ArchiveError",
     "BatchError",
     "BlockKVError",
     "CapacityExceeded",
@@ -105,6 +107,10 @@ class WrongStore(FormatError):
 
 class WrongKey(FormatError):
     """The store is encrypted and the key given does not open it."""
+
+
+class ArchiveError(FormatError):
+    """What was to be loaded is no archive, or not all of one. Chunks before the damage are in the store."""
 
 
 class OccupiedError(BlockKVError):

@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"store", "tensors", "kv_layout", "gpu"},
     {"serving"},
     {"residency"},
-    {"", "kv_size", "metrics", "prefix", "testing"},  # "" is blockkv/__init__.py: the public names
+    {"", "archive", "kv_size", "metrics", "prefix", "testing"},  # "" is blockkv/__init__.py: the public names
     {"cli", "connectors", "demo", "bench"},
     {"__main__"},
 ]

@@ -26,6 +26,7 @@ MODULES = {
     "blockkv.prefix": "keys of prompts",
     "blockkv.residency": "a memory tier",
     "blockkv.gpu": "streams to an accelerator",
+    "blockkv.archive": "chunks to other stores and files",
     "blockkv.metrics": "Prometheus",
     "blockkv.catalog.eviction": "who leaves",
     "blockkv.catalog.admission": "what is written",

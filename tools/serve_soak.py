@@ -187,8 +187,11 @@ class Life:
 
     def full(self) -> None:
         self.count("full")
-        for number in range(0, SHARED_KEYS, 4):
-            self.store.delete(f"shared/{number}")
+        try:
+            for number in range(0, SHARED_KEYS, 4):
+                self.store.delete(f"shared/{number}")
+        except OwnerLost:
+            self.count("owner_lost")
 
     def make_room(self) -> None:
         sizes = sum(content_of(key).nbytes for key in self.ledger.keys)

@@ -5,16 +5,17 @@
   inspect.py    what is on the device         bench.py  beside fio          demo.py  the whole story
   kv_size.py    calibrate, size               output.py text, JSON, progress    byte_sizes.py  "64MiB"
   doctor.py, examine.py  does the machine suit      top.py  what stores do right now
-  serve.py      serve                         exit_code.py
+  serve.py      serve                         archive.py  copy, dump, load    exit_code.py
 
 Invariant: importing this package imports neither torch nor rich; `blockkv --help` is instant. Commands
 import what they need when they run.
 """
 
-from blockkv.cli import bench, check, chunk, demo, doctor, inspect, kv_size, serve, store, top
+from blockkv.cli import archive, bench, check, chunk, demo, doctor, inspect, kv_size, serve, store, top
 from blockkv.cli.app import cli
 
 __all__ = [
+    "archive",
     "bench",
     "check",
     "chunk",

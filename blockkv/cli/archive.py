@@ -1,0 +1,117 @@
+"""Commands that move chunks: copy, dump, load."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import click
+
+import blockkv
+from blockkv.cli.app import StorePath, command, degraded_option, parse_store, store_argument
+from blockkv.cli.byte_sizes import size_text
+from blockkv.cli.exit_code import ExitCode
+from blockkv.cli.output import Output
+from blockkv.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from blockkv.archive import Moved, Progress
+
+
+@command("copy")
+@store_argument
+@degraded_option
+@click.argument("target")
+@click.option("--no-evict", is_flag=True, help="End when the target is full, instead of evicting.")
+def copy(output: Output, store_path: StorePath, degraded: bool, target: str, no_evict: bool) -> int:
+    """Put the chunks of STORE into TARGET, another store: a larger drive, an array, one with other options.
+
+    TARGET has to be formatted, may hold chunks already, and keeps them. What STORE cannot give, because it is
+    damaged or cannot be read, is left out and counted: exit code 1. All of it can be done again.
+    """
+    from blockkv import archive
+
+    with (
+        blockkv.open(store_path, degraded=degraded, read_only=True) as source,
+        blockkv.open(parse_store(target), evict=not no_evict) as store,
+    ):
+        return _carried_out(output, "copying", lambda told: archive.copy(source, store, progress=told))
+
+
+@command("dump")
+@store_argument
+@degraded_option
+@click.argument("file", type=click.Path(allow_dash=True))
+def dump(output: Output, store_path: StorePath, degraded: bool, file: str) -> int:
+    """Write the chunks of STORE to a new FILE (- for stdout): a tar archive that `blockkv load` reads.
+
+    Unreadable chunks are left out and counted: exit code 1.
+    """
+    from blockkv import archive
+
+    if file == "-" and output.as_json:
+        raise click.UsageError("--json needs a FILE for the archive: stdout holds the JSON document")
+    with blockkv.open(store_path, degraded=degraded, read_only=True) as store, _written(file) as opened:
+        return _carried_out(
+            output, "writing", lambda told: archive.dump(store, opened, progress=told), silent=file == "-"
+        )
+
+
+@command("load")
+@store_argument
+@degraded_option
+@click.argument("file", type=click.Path(allow_dash=True))
+def load(output: Output, store_path: StorePath, degraded: bool, file: str) -> int:
+    """Put the chunks of FILE (- for stdin), which `blockkv dump` wrote, into STORE. They are durable then.
+
+    Chunks that are damaged in FILE are left out and counted: exit code 1.
+    """
+    from blockkv import archive
+
+    with _read(file) as opened, blockkv.open(store_path, degraded=degraded) as store:
+        return _carried_out(output, "loading", lambda told: archive.load(opened, store, progress=told))
+
+
+def _carried_out(
+    output: Output, doing: str, move: Callable[[Progress], Moved], *, silent: bool = False
+) -> int:
+    with output.progress() as advance:
+        moved = move(lambda done, total: advance(doing, done, total))
+
+    def text() -> None:
+        click.echo(f"{moved.chunks} chunks, {size_text(moved.payload_bytes)}", err=silent)
+        for count, what in (
+            (moved.existing, "were there already"),
+            (moved.refused, "were not wanted"),
+            (moved.lost, "could not be read"),
+        ):
+            if count:
+                click.echo(f"{count} {what}", err=silent)
+
+    output.document(asdict(moved), text)
+    return ExitCode.OK if moved.complete else ExitCode.NEGATIVE
+
+
+@contextlib.contextmanager
+def _written(file: str) -> Iterator[BinaryIO]:
+    if file == "-":
+        yield cast(BinaryIO, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+    else:
+        if Path(file).exists():  # it may be a device
+            raise InvalidArgument(f"{file} exists; give the name of a new file, or - and redirect")
+        with Path(file).open("xb") as opened:
+            yield opened
+
+
+@contextlib.contextmanager
+def _read(file: str) -> Iterator[BinaryIO]:
+    if file == "-":
+        yield cast(BinaryIO, sys.stdin.buffer)
+    else:
+        with Path(file).open("rb") as opened:
+            yield opened
