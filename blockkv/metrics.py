@@ -42,6 +42,7 @@ GAUGES = {
     "free_bytes": "Free space.",
     "free_extents": "In how many pieces the free space is.",
     "largest_free_bytes": "The largest of those pieces.",
+    "write_budget_left_bytes": "What puts may write now; below 0 they wait a debt out. Only with a budget.",
     "pending_free_bytes": "Space of deleted chunks whose delete is not durable yet.",
     "quarantined_bytes": "Space set aside after an error.",
     "growing_chunks": "Chunks that are growing.",

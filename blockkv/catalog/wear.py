@@ -6,7 +6,8 @@ however often that happens no 24 hours take more than a day's budget.
 
     charged     chunks that are put, in whole units; journal, checkpoints, superblocks; growing chunks
     refused     chunks of a put that the bucket does not hold: they are not stored, and counted
-    not refused deletes, growing chunks and metadata: they leave a debt, which puts wait out
+    not refused deletes, growing chunks and metadata: they leave a debt, which puts wait out while it is open
+    given back  what was charged for chunks that were not written in the end
 
 Not here: what is worth its write (`admission`); both are asked.
 """
@@ -25,6 +26,7 @@ BURST_SHARE = 24
 """The bucket holds this share of a day's budget, which the rate at which it fills leaves out."""
 LEAST_BYTES_PER_DAY = 1 << 30
 """Less than that is a mistake in the unit: a single chunk of a large model is 32 MiB."""
+MOST_BYTES_PER_DAY = 1 << 60
 
 
 class WriteBudget:
@@ -32,9 +34,11 @@ class WriteBudget:
 
     def __init__(self, bytes_per_day: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds, never going back. Raises InvalidArgument below 1 GiB a day."""
-        if not isinstance(bytes_per_day, int) or bytes_per_day < LEAST_BYTES_PER_DAY:
+        is_whole = isinstance(bytes_per_day, int)
+        if not is_whole or not LEAST_BYTES_PER_DAY <= bytes_per_day <= MOST_BYTES_PER_DAY:
             raise InvalidArgument(
-                f"write_budget is {bytes_per_day!r}; give bytes a day, at least {LEAST_BYTES_PER_DAY}"
+                f"write_budget is {bytes_per_day!r}; give bytes a day, a whole number from "
+                f"{LEAST_BYTES_PER_DAY} to {MOST_BYTES_PER_DAY}"
             )
         self.bytes_per_day = bytes_per_day
         self._clock = clock
@@ -51,16 +55,27 @@ class WriteBudget:
         return int(self._level_bytes)
 
     def charge(self, size_bytes: int) -> None:
-        """So much has been written, or is about to be."""
+        """So much is written, whatever the bucket holds."""
+        self.left_bytes()  # what it could not have held is not to pay for this
         self._level_bytes -= size_bytes
 
+    def refund(self, size_bytes: int) -> None:
+        """So much was charged and is not written."""
+        self._level_bytes = min(self._burst_bytes, self._level_bytes + size_bytes)
+
     def admits(self, size_bytes: int) -> bool:
-        """Charge a write if the bucket holds it. One that is larger than the bucket takes a full one."""
-        if self.left_bytes() < min(size_bytes, int(self._burst_bytes)):
+        """Charge a write if the bucket holds it; one that is larger than the bucket never fits."""
+        if self.left_bytes() < size_bytes:
             return False
         self.charge(size_bytes)
         return True
 
     def shared(self, count: int) -> WriteBudget:
         """A new one for each of `count` devices. Raises InvalidArgument where that is too little."""
-        return WriteBudget(self.bytes_per_day // count, self._clock)
+        share = self.bytes_per_day // count
+        if share < LEAST_BYTES_PER_DAY:
+            raise InvalidArgument(
+                f"write_budget is {self.bytes_per_day} bytes a day for {count} devices together; give at "
+                f"least {count * LEAST_BYTES_PER_DAY}"
+            )
+        return WriteBudget(share, self._clock)

@@ -134,7 +134,8 @@ def resolve(path: str | os.PathLike[str]) -> str:
         status = Path(canonical).stat()
     except OSError as error:
         hint = {
-            errno.ENOENT: "give an existing device or file, or a size to create a file",
+            errno.ENOENT: "give an existing device or file; `blockkv format --size` makes a file, and "
+            "`blockkv serve` a socket",
             errno.ELOOP: "its symbolic links form a circle",
             errno.EACCES: "a directory on the way may not be searched by this user",
         }.get(error.errno or 0, "check the path")

@@ -138,6 +138,8 @@ def _limit_and_use(group: Path) -> tuple[int, int]:
     """The limit of one group, and what it uses that cannot be reclaimed at once: all but page cache."""
     limits = [_number(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     limit_bytes = min((one for one in limits if one is not None), default=UNLIMITED_BYTES)
+    if limit_bytes >= UNLIMITED_BYTES:
+        return limit_bytes, 0  # what it uses takes the kernel long to sum up
     used_bytes = _number(group / "memory.current")
     if used_bytes is None:
         used_bytes = _number(group / "memory.usage_in_bytes") or 0

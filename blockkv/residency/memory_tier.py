@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from blockkv.catalog.layouts import Layout
+from blockkv.device.base import UNIT_BYTES
 from blockkv.errors import BatchError, BlockKVError, InvalidArgument
 from blockkv.residency.arena import Arena, Part
 from blockkv.residency.budget import Estimate, MemoryBudget
@@ -39,6 +40,9 @@ logger = logging.getLogger("blockkv")
 RANKED_CHUNKS = 512
 """Of the chunks that could leave, those used longest ago are ranked, up to so many: ranks change with every
 use, so none are kept."""
+ASK_AGAIN_BYTES = 16 << 20
+"""The budget is asked again when so much memory has been handed out since. What is kept free, 64 MiB, is to
+be enough for as much of the tier, and for what the rest of the process grows by meanwhile."""
 WRITE_BACK_BYTES = 64 << 20
 """What is written back in one call when the tier is closed."""
 
@@ -130,6 +134,8 @@ class MemoryTier:
         self._group_count: Counter[str | bytes] = Counter()
         self._counters: Counter[str] = Counter()
         self.estimate: Estimate = budget.estimate(0)
+        self._handed_out_bytes = 0
+        """Since the budget was asked."""
 
     # -- finding chunks --------------------------------------------------------------------------------
 
@@ -224,6 +230,8 @@ class MemoryTier:
     def room(self, candidate: Candidate, *, clean_only: bool = False) -> Part | None:
         """Memory for a chunk, for which others may have to leave; None where it deserves none."""
         rank = self._ranker(candidate)
+        with self.lock:
+            self._ask_again(candidate.size_bytes)
         while True:
             with self.lock:
                 limit_bytes = self.estimate.budget_bytes
@@ -239,6 +247,16 @@ class MemoryTier:
             if not victims:
                 return None
             self.leave(victims)
+
+    def _ask_again(self, size_bytes: int) -> None:
+        """Ask for the budget once so much has been handed out that it may have changed much. Under the lock.
+
+        The rest of the process can grow as fast as the tier does: allocators keep what callers have freed.
+        """
+        self._handed_out_bytes += size_bytes
+        if self._handed_out_bytes >= ASK_AGAIN_BYTES:
+            self._handed_out_bytes = 0
+            self.estimate = self._budget.estimate(self._arena.touched_bytes())
 
     def victims(self, size_bytes: int, rank: Any, *, clean_only: bool) -> list[Resident]:
         """Who leaves so that `size_bytes` come free, none where that is not to be had. Under the lock.
@@ -436,12 +454,32 @@ class MemoryTier:
         """Write back what admission takes, the most deserving last."""
         with self.lock:
             waiting = sorted((one for one in self.residents.values() if one.found), key=self.rank_of)
+        waiting = self._within_write_budget(waiting)
         while waiting:
             batch, size_bytes = [waiting.pop(0)], 0
             while waiting and size_bytes < WRITE_BACK_BYTES:
                 size_bytes += batch[-1].size_bytes
                 batch.append(waiting.pop(0))
             self.write_back(batch)
+
+    def _within_write_budget(self, waiting: list[Resident]) -> list[Resident]:
+        """Of chunks in this order, the last ones that the write budget of the store holds, if it has one."""
+        left_bytes = self.store.stats().get("write_budget_left_bytes")
+        if left_bytes is None:
+            return waiting
+        held = 0
+        for one in reversed(waiting):
+            if not one.in_store:
+                left_bytes -= one.size_bytes + UNIT_BYTES
+            if left_bytes < 0:
+                break
+            held += 1
+        if held < len(waiting):
+            lost = sum(not one.in_store for one in waiting[: len(waiting) - held])
+            logger.warning("%d chunks in memory are lost: the write budget does not hold them", lost)
+            with self.lock:
+                self._counters["write_backs_refused"] += lost
+        return waiting[len(waiting) - held :]
 
     def close(self) -> None:
         """Write back what admission takes, and forget everything. Nothing is under way any more."""

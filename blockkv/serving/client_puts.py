@@ -35,6 +35,9 @@ INSIST_AFTER_S = 3.0
 NOT_WRITTEN = 1
 """In `EndPuts.outcomes`."""
 
+COUNTER_OF = {Outcome.EXISTING: "put_existing", Outcome.OVER_BUDGET: "put_over_budget"}
+"""Of chunks that are not written; "put_refused" for all others."""
+
 A = TypeVar("A", bound=Message)
 
 
@@ -60,6 +63,8 @@ class ClientPuts(Puts):
         self._patience_s = patience_s
         self._stays = stays or Stay()
         self._insist = False
+        self._over_budget = False
+        """Whether the owner's write budget has refused one of this call."""
         self._tickets: dict[bytes, int] = {}
         """By digest, of the keys that this call has claimed."""
         self._granted: dict[bytes, tuple[Extent, ...]] = {}
@@ -93,10 +98,13 @@ class ClientPuts(Puts):
             self.errors |= dict.fromkeys(positions, error)
             return puts.chosen([])
         self.last_sequence = max(self.last_sequence, begun.sequence)
-        chosen = []
+        chosen, unwanted = [], []
         for number, outcome in enumerate(begun.outcomes):
             digest, position = puts.digests[number], positions[number]
-            if outcome in (Outcome.GRANTED, Outcome.WAITING):
+            if outcome in (Outcome.GRANTED, Outcome.WAITING) and self._over_budget:
+                unwanted.append(begun.tickets[number])  # behind a gap
+                self._count("put_over_budget")
+            elif outcome in (Outcome.GRANTED, Outcome.WAITING):
                 self._own.add(digest)
                 self._tickets[digest] = begun.tickets[number]
                 if outcome == Outcome.GRANTED:
@@ -107,7 +115,10 @@ class ClientPuts(Puts):
             elif outcome == Outcome.GROWING:
                 self.errors[position] = InvalidArgument(GROWING)
             else:
-                self._count("put_existing" if outcome == Outcome.EXISTING else "put_refused")
+                self._count(COUNTER_OF.get(outcome, "put_refused"))
+        self._over_budget |= Outcome.OVER_BUDGET in begun.outcomes
+        if unwanted:
+            self._state.connection.post(protocol.GiveUp(array("Q", unwanted)))
         return puts if len(chosen) == len(positions) else puts.chosen(chosen)
 
     def _begin(self, puts: Columns) -> protocol.BeginPuts:

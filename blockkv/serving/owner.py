@@ -81,7 +81,9 @@ class Owner:
         if isinstance(store, ClientStore):
             raise InvalidArgument(f"{store!r} has an owner; its clients connect there")
         if isinstance(store, ArrayStore):
-            raise InvalidArgument("an array cannot be served; serve each device on a socket of its own")
+            raise InvalidArgument(
+                "an array cannot be served: format each device as a store of its own, and serve those"
+            )
         if store.read_only:
             raise InvalidArgument(f"{store!r} is open read-only: clients would have to write")
         if not isinstance(store._state.device, NativeDevice):

@@ -290,6 +290,8 @@ class Outcome:
     """The admission policy does not want it."""
     GROWING = 5
     """The key is reserved for a chunk that grows."""
+    OVER_BUDGET = 6
+    """The write budget does not hold it, or did not hold one before it."""
 
 
 class Marking:

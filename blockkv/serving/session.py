@@ -433,6 +433,7 @@ class Session:
         state = self._state
         asked = self._asked(message)
         outcomes = bytearray([Outcome.WAITING]) * len(asked)
+        over_budget = False
         sequence = 0
         with self._store._operation(writing=True), state.changing:
             state.expire()
@@ -456,8 +457,10 @@ class Session:
                     message.insist and self._owner.is_claimed(ticket.digest)
                 ):
                     outcomes[number] = Outcome.CLAIMED
-                elif not state.afford([ticket.units]):
-                    outcomes[number] = Outcome.REFUSED
+                elif over_budget or not state.afford([ticket.units]):
+                    outcomes[number] = Outcome.OVER_BUDGET
+                    state.counters["put_over_budget"] += over_budget
+                    over_budget = True
                 else:
                     self._admit(ticket)
             mine = [ticket for ticket in asked if ticket.number]
@@ -622,6 +625,8 @@ class Session:
                         state.counters["put_device_error"] += 1
                     else:
                         state.allocator.release(ticket.extents)
+                if outcome > 0:
+                    state.refund(ticket.units)
             inserted = bytearray(count)
             sequence = 0
             if written and state.log.failure is None:
@@ -687,6 +692,7 @@ class Session:
                 ticket = self._ticket(number)
                 if ticket.extents is not None:
                     displace(self._state, [ticket.record_bytes], [ticket.extents])
+                self._state.refund(ticket.units)
                 self._end(ticket)
             self._state.changed.notify_all()
 

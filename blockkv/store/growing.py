@@ -464,8 +464,7 @@ class GrowingChunk:
         except DeviceError as error:
             self._failure = error
             raise
-        with self._state.lock:
-            self._state.grown_bytes += extent[1]
+        self._state.wear(extent[1])
         return batch
 
     def _drain(self) -> None:

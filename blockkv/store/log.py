@@ -95,8 +95,11 @@ class Log:
         allocator: Allocator,
         take_snapshot: Callable[[], Snapshot],
         on_freed: Callable[[], None] = lambda: None,
+        on_written: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
-        """`on_freed` is called with the lock held when space has become free."""
+        """`on_freed` is called with the lock held when space has become free, `on_written` without it with
+        the bytes of pages, checkpoints and superblocks that have been written.
+        """
         self.superblock = superblock
         self.geometry: Geometry = superblock.geometry
         self.failure: BaseException | None = None
@@ -107,8 +110,7 @@ class Log:
         self.groups_committed = 0
         self.pages_written = 0
         self.checkpoints_written = 0
-        self.written_bytes = 0
-        """Pages, checkpoints and superblocks, since open."""
+        self._on_written = on_written
         self.checkpoint_s = 0.0
         self.scrub_sequence = superblock.scrub_sequence
         """Up to which log sequence the scrub under way has verified; 0 when there is none."""
@@ -230,7 +232,7 @@ class Log:
         self._tail.predecessor = checksum_of(pages[-1][1])
         self._tail.sealed_sequence = self._tail.next_sequence - 1
         self.pages_written += len(pages)
-        self.written_bytes += len(pages) * PAGE_BYTES
+        self._on_written(len(pages) * PAGE_BYTES)
 
     def _settle(self, group: Group) -> None:
         """The group is on media: what it deleted becomes free."""
@@ -303,7 +305,7 @@ class Log:
 
     def _write_superblock(self, superblock: Superblock) -> None:
         write_superblock(self._device, superblock)
-        self.written_bytes += len(slots_of(superblock.generation)) * PAGE_BYTES
+        self._on_written(len(slots_of(superblock.generation)) * PAGE_BYTES)
 
     def _write_checkpoint(
         self,
@@ -327,7 +329,7 @@ class Log:
                     "format with a smaller --average-chunk to keep this many chunks"
                 )
             self._device.write(offset, data)
-            self.written_bytes += len(data)
+            self._on_written(len(data))
             offset += len(data)
             burst.clear()
 

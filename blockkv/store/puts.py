@@ -240,6 +240,9 @@ class PutRun(Puts):
 
     def __init__(self, state: State, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
         super().__init__(state, count, deadline_ns, droppable)
+        self._charged_units: dict[bytes, int] = {}
+        """Of chunks that the write budget was charged for and that are not written yet."""
+        self._over_budget = False
 
     def _claim(self, positions: Sequence[int], items: Sequence[Item]) -> Columns:
         state = self._state
@@ -280,9 +283,15 @@ class PutRun(Puts):
         if self._state.write_budget is None:
             return puts
         with self._state.lock:
-            count = self._state.afford(puts.units)
+            count = 0
+            if self._over_budget:  # earlier in this call: what comes behind a gap is worth little
+                self._state.counters["put_over_budget"] += len(puts.units)
+            else:
+                count = self._state.afford(puts.units)
+            self._charged_units.update(zip(puts.digests[:count], puts.units[:count], strict=True))
         if count == len(puts.units):
             return puts
+        self._over_budget = True
         self._give_up(puts.digests[count:])
         return puts.cut(0, count)
 
@@ -291,6 +300,8 @@ class PutRun(Puts):
             with self._state.lock:
                 self._state.claims.difference_update(digests)
                 self._own.difference_update(digests)
+                if self._charged_units:
+                    self._state.refund(sum(self._charged_units.pop(digest, 0) for digest in digests))
                 self._state.changed.notify_all()
 
     def _wait_for_others(self, digest: bytes) -> None:
@@ -346,6 +357,7 @@ class PutRun(Puts):
             state.counters["put_dropped"] += 1
             return
         state.allocator.quarantine(wave.extents[number])
+        self._charged_units.pop(wave.puts.digests[number], 0)
         state.counters["put_device_error"] += 1
         what = f"writing a chunk of {wave.puts.pieces.sizes_bytes[number]} bytes"
         self.errors[wave.puts.positions[number]] = device_error(state.device.path, what, code)
@@ -367,6 +379,7 @@ class PutRun(Puts):
         )
         for number in numbers:
             self.results[puts.positions[number]] = True
+            self._charged_units.pop(puts.digests[number], 0)
         state.counters["put_chunks"] += len(numbers)
         state.counters["put_bytes"] += sum([pieces.sizes_bytes[number] for number in numbers])
         if pieces.described:

@@ -20,8 +20,9 @@ from blockkv.device.base import UNIT_BYTES, Batch, Device, Priority
 from blockkv.errors import BlockKVError
 from blockkv.format import record
 from blockkv.format.checkpoint import bodies_of
-from blockkv.format.geometry import Geometry
+from blockkv.format.geometry import PAGE_BYTES, Geometry
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
+from blockkv.format.superblock import slots_of
 from blockkv.space.allocator import Allocator, Extent
 from blockkv.store.data_path import DataPath, Options
 from blockkv.store.discards import Discards
@@ -110,6 +111,9 @@ class State(DataPath):
                 self.counters,
                 options.discard_bytes_per_s,
             )
+        budget = options.policies.write_budget
+        # Its own: members of an array are given the same one.
+        self.write_budget = budget.shared(1) if budget is not None else None
         self.log = Log(
             device,
             recovered.superblock,
@@ -118,14 +122,10 @@ class State(DataPath):
             self.allocator,
             lambda: StateSnapshot(self),
             self._freed,
+            self.wear,
         )
-        budget = options.policies.write_budget
-        # Its own: members of an array are given the same one.
-        self.write_budget = budget.shared(1) if budget is not None else None
-        self.grown_bytes = 0
-        """What growing chunks have written."""
-        self._charged_bytes = 0
-        """Of what the log and growing chunks have written, what the budget knows of."""
+        if not self.read_only_reason:
+            self.wear(len(slots_of(0)) * PAGE_BYTES)  # the superblock of this open
         self.watches: list[Watch] = []
         """Who is told of every chunk that comes and goes."""
         self.keeping: Keeping | None = None
@@ -183,19 +183,27 @@ class State(DataPath):
                 watch.stored(digest, told, layout.payload_bytes)
         return self.log.append(records)
 
+    def wear(self, size_bytes: int) -> None:
+        """So much is being written that no put has asked the write budget for. Takes the lock."""
+        if self.write_budget is not None:
+            with self.lock:
+                self.write_budget.charge(size_bytes)
+
     def afford(self, units: Sequence[int]) -> int:
         """How many chunks of so many units each the write budget lets in, and is charged for, in order."""
         budget = self.write_budget
         if budget is None:
             return len(units)
-        written_bytes = self.log.written_bytes + self.grown_bytes
-        budget.charge(written_bytes - self._charged_bytes)
-        self._charged_bytes = written_bytes
         for number, count in enumerate(units):
             if not budget.admits(count * UNIT_BYTES):
                 self.counters["put_over_budget"] += len(units) - number
                 return number
         return len(units)
+
+    def refund(self, units: int) -> None:
+        """Chunks of so many units that it was charged for are not written."""
+        if self.write_budget is not None:
+            self.write_budget.refund(units * UNIT_BYTES)
 
     def delete(self, entry: Entry) -> int:
         """Remove an indexed entry and log it. Its extents come back once that is durable.

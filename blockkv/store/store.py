@@ -812,6 +812,8 @@ class Store:
                 "scrub_finished_at": state.scrub_finished_at,
                 **{name: state.counters[name] for name in COUNTERS},
             }
+            if state.write_budget is not None:
+                figures["write_budget_left_bytes"] = state.write_budget.left_bytes()
         return figures | (state.device.counters() if not self._closed else {})
 
     def latencies(self) -> dict[str, Latency]:

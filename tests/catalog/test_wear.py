@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockkv.catalog.wear import BURST_SHARE, DAY_S, WriteBudget
+from blockkv.catalog.wear import DAY_S, WriteBudget
 from blockkv.errors import InvalidArgument
 
 GIB = 1 << 30
@@ -31,10 +31,8 @@ def test_no_day_takes_more_than_its_budget(writes: list[tuple[float, int]]) -> N
         if budget.admits(size_bytes):
             admitted.append((clock.now_s, size_bytes))
     for number, (first_s, _) in enumerate(admitted):
-        day = [(at_s, size) for at_s, size in admitted[number:] if at_s - first_s <= DAY_S]
-        # The last one may be larger than the bucket, and leaves a debt then.
-        debt_bytes = max(0, day[-1][1] - A_DAY // BURST_SHARE)
-        assert sum(size for _, size in day) <= A_DAY + debt_bytes + 1
+        day = [size for at_s, size in admitted[number:] if at_s - first_s <= DAY_S]
+        assert sum(day) <= A_DAY + 1
 
 
 def test_it_is_empty_at_first_and_holds_an_hour() -> None:
@@ -61,17 +59,29 @@ def test_what_was_not_asked_for_is_a_debt() -> None:
     assert budget.admits(1)
 
 
-def test_a_chunk_larger_than_the_bucket_takes_a_full_one() -> None:
+def test_a_chunk_larger_than_the_bucket_never_fits() -> None:
     clock = Clock()
     budget = WriteBudget(A_DAY, clock)
-    clock.now_s += 3600
-    assert not budget.admits(12 * GIB)
-    clock.now_s += 3600
-    assert budget.admits(12 * GIB)
-    assert budget.left_bytes() == -2 * GIB
+    clock.now_s += 1e6
+    assert not budget.admits(10 * GIB + 1)
+    assert budget.admits(10 * GIB)
+    assert budget.left_bytes() == 0
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 5_000_000, 1e12, "2TB"])
+def test_what_is_given_back_does_not_overfill_it() -> None:
+    clock = Clock()
+    budget = WriteBudget(A_DAY, clock)
+    clock.now_s += 1e6
+    assert budget.admits(4 * GIB)
+    clock.now_s += 1e6
+    budget.refund(4 * GIB)
+    assert budget.left_bytes() == 10 * GIB
+    assert budget.admits(4 * GIB)
+    budget.refund(3 * GIB)
+    assert budget.left_bytes() == 9 * GIB
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 5_000_000, 1e12, "2TB", 10**400])
 def test_what_cannot_be_meant_is_refused(wrong: object) -> None:
     with pytest.raises(InvalidArgument, match="bytes a day"):
         WriteBudget(wrong)  # type: ignore[arg-type]

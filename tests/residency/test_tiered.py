@@ -653,3 +653,23 @@ def test_the_budget_is_asked_with_what_is_resident(device: SimulatedDevice) -> N
         tier.rebind()
         assert asked[-1] == 8 * MIB
         assert tier.stats()["memory_resident_bytes"] == 8 * MIB
+
+
+def test_the_budget_is_asked_again_while_memory_is_handed_out(device: SimulatedDevice) -> None:
+    """Not only once a second: in that time the tier, and with it the heap of the process, can grow by more
+    than is kept free.
+    """
+    asked: list[int] = []
+
+    class Asked(Adjustable):
+        def estimate(self, own_bytes: int) -> Estimate:
+            asked.append(own_bytes)
+            return super().estimate(own_bytes)
+
+    store = blockkv.open(device, commit_interval_ms=None)
+    with TieredStore(store, Asked(32 * MIB), interval_s=None) as tier:
+        asked.clear()
+        for number in range(24):
+            tier.put(f"k{number}", content(2 * MIB, number))
+        assert len(asked) == 3
+        assert asked[-1] >= 30 * MIB

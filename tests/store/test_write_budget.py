@@ -13,7 +13,7 @@ import torch
 import blockkv
 from blockkv.catalog.wear import WriteBudget
 from blockkv.demo.replay import read_trace, replay
-from blockkv.errors import InvalidArgument
+from blockkv.errors import BatchError, InvalidArgument, StoreFull
 from blockkv.serving.owner import Owner
 from blockkv.testing import SimulatedDevice
 
@@ -65,8 +65,8 @@ def test_chunks_beyond_it_are_not_stored(store: blockkv.Store, clock: Clock) -> 
     assert store.lookup([key for key, _ in chunks(20)]) == sum(results)
     assert store.put_many(chunks(20))[: sum(results)] == [False] * sum(results)
     assert store.stats()["put_over_budget"] == 3 + 2 * (20 - sum(results))
-    assert not store.put("k19", b"x")
-    assert not store.submit_put("k19", b"x").result()
+    assert not store.put("k19", bytes(CHUNK_BYTES))
+    assert not store.submit_put("k19", bytes(CHUNK_BYTES)).result()
     clock.now_s += 86400
     assert all(store.put_many(chunks(20, first=100)))
 
@@ -148,10 +148,20 @@ def test_clients_of_an_owner_share_it(tmp_path: Path) -> None:
         stack.callback(owner.stop)
         client = stack.enter_context(blockkv.open(socket))
         assert client.put_many(chunks(3)) == [False] * 3
-        clock.now_s += 3600
-        assert client.put_many(chunks(3)) == [True] * 3
+        clock.now_s += 100
         figures = client.stats()
-        assert (figures["put_refused"], figures["owner_put_over_budget"]) == (3, 3)
+        assert (figures["put_over_budget"], figures["owner_put_over_budget"]) == (3, 3)
+        left_bytes = figures["write_budget_left_bytes"]
+        assert 25 * MIB < left_bytes < 28 * MIB
+        mixed = [(f"large {n}", bytes(MIB)) for n in range(300)] + [(f"small {n}", b"x") for n in range(300)]
+        results = client.put_many(mixed)
+        assert results == [True] * sum(results) + [False] * (600 - sum(results)), "no gaps"
+        assert 0 <= client.stats()["write_budget_left_bytes"] < MIB
+        clock.now_s += 7200
+        left_bytes = client.stats()["write_budget_left_bytes"]
+        with pytest.raises(StoreFull):
+            client.put("larger than the store", bytes(70 * MIB))
+        assert client.stats()["write_budget_left_bytes"] == left_bytes, "what was not written is given back"
 
 
 def test_an_array_has_one_for_all_members() -> None:
@@ -166,8 +176,54 @@ def test_an_array_has_one_for_all_members() -> None:
         assert first.bytes_per_day == second.bytes_per_day == 1 << 39
 
 
+def test_what_is_not_written_is_given_back(store: blockkv.Store, clock: Clock) -> None:
+    clock.now_s += 7200
+    left_bytes = store.stats()["write_budget_left_bytes"]
+    with pytest.raises(StoreFull):
+        store.put("larger than the store", bytes(100 * MIB))
+    assert store.put_many([(f"late {n}", bytes(MIB)) for n in range(8)], deadline_s=0) == [False] * 8
+    with pytest.raises(BatchError):
+        store.put_many([("no tensor", 5), ("x" * 5000, b"x")])  # type: ignore[list-item]
+    assert store.stats()["write_budget_left_bytes"] == left_bytes
+    assert store.put("k", bytes(MIB))
+    assert store.stats()["write_budget_left_bytes"] == left_bytes - MIB
+
+
+def test_a_call_leaves_no_gaps(store: blockkv.Store, clock: Clock) -> None:
+    clock.now_s += 100
+    mixed = [(f"large {n}", bytes(MIB)) for n in range(300)] + [(f"small {n}", b"x") for n in range(300)]
+    results = store.put_many(mixed)
+    assert 20 < sum(results) < 30
+    assert results == [True] * sum(results) + [False] * (600 - sum(results))
+    assert store.put_many(mixed[: sum(results)]) == [False] * sum(results), "they are there"
+    assert store.check().ok
+
+
+def test_a_debt_is_not_paid_with_what_the_bucket_could_not_hold(store: blockkv.Store, clock: Clock) -> None:
+    clock.now_s += 30 * 86400
+    with store.reserve("grown", 32 * MIB) as chunk:
+        for _ in range(64):
+            chunk.append(torch.zeros(512 * KIB, dtype=torch.uint8))
+        chunk.seal()
+    written_bytes = GIB - store.stats()["write_budget_left_bytes"]
+    assert 32 * MIB <= written_bytes < 34 * MIB
+
+
+def test_a_memory_tier_keeps_what_deserves_it(device: SimulatedDevice, clock: Clock) -> None:
+    budget = WriteBudget(24 * GIB, clock)
+    tier = blockkv.TieredStore(
+        blockkv.open(device, commit_interval_ms=None, write_budget=budget), 32 * MIB, interval_s=None
+    )
+    for number in range(10):
+        assert tier.put(f"k{number}", bytes(2 * MIB), place=blockkv.Place("p", number))
+    clock.now_s += 40  # 10 MiB and a half
+    tier.close()
+    with blockkv.open(device.clone(), read_only=True) as store:
+        assert [number for number in range(10) if store.contains(f"k{number}")] == [0, 1, 2, 3, 4]
+
+
 def test_one_that_cannot_be_meant_is_refused(device: SimulatedDevice) -> None:
-    for wrong in ("5MB", 0, "much"):
+    for wrong in ("5MB", 0, "much", 10**400):
         with pytest.raises(InvalidArgument):
             blockkv.open(device, write_budget=wrong)
     with blockkv.open(device, write_budget="2TB") as store:
