@@ -80,6 +80,7 @@ def test_usage_errors_as_json() -> None:
         (errors.NotFormatted("x"), ExitCode.FORMAT),
         (errors.VersionTooNew("x"), ExitCode.FORMAT),
         (errors.WrongStore("x"), ExitCode.FORMAT),
+        (errors.ArchiveError("x"), ExitCode.FORMAT),
         (errors.StoreFull("x"), ExitCode.FULL),
         (errors.CapacityExceeded("x"), ExitCode.FULL),
         (errors.GrowthEnded("x"), ExitCode.FAILED),
