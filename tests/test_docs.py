@@ -183,7 +183,7 @@ def test_every_counter_is_explained(image_dir: Path) -> None:
     explained = set(re.findall(r"`(\w+)`", text.split("## Counters")[1].split("\n## ")[0]))
     images = [image_dir / "a.img", image_dir / "b.img"]
     blockkv.format(images, size="32MiB")
-    with blockkv.open(images) as store:
+    with blockkv.open(images, write_budget="1TiB") as store:
         found = set(store.stats())
     blockkv.format(image_dir / "served.img", size="32MiB")
     owner = Owner(blockkv.open(image_dir / "served.img"), image_dir / "served.sock")
