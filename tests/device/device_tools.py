@@ -64,7 +64,10 @@ def digest(path: Path) -> bytes:
 
 @contextmanager
 def unchanged(path: Path) -> Iterator[None]:
-    """Assert that the body writes nothing to a device or file."""
+    """Assert that the body writes nothing to a device or file.
+
+    What is mounted there is mounted read-only: a file system writes from its journal when it likes.
+    """
     before = digest(path)
     yield
     assert digest(path) == before, f"{path} was written to"

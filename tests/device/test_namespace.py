@@ -523,7 +523,7 @@ def test_an_immutable_file_is_refused_to_writers(loop_device: LoopDevices) -> No
 def test_a_mounted_device_is_refused_at_once(loop_device: LoopDevices, sector_bytes: int) -> None:
     device = loop_device(32 * MIB, sector_bytes)
     run("mkfs.ext4", "-q", device)
-    with mounted(device) as directory, unchanged(device):
+    with mounted(device, "-o", "ro") as directory, unchanged(device):
         started = time.monotonic()
         with pytest.raises(DeviceBusy) as caught:
             open_namespace(device)

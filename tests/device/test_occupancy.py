@@ -291,7 +291,7 @@ def test_without_wipefs_it_says_so(
 def test_a_mounted_file_system(loop_device: LoopDevices, sector_bytes: int) -> None:
     device = loop_device(16 * MIB, sector_bytes)
     run("mkfs.ext4", "-q", device)
-    with mounted(device) as directory:
+    with mounted(device, "-o", "ro") as directory:
         command = f"umount {directory}"
         found = assert_use(device, f"ext4 file system mounted on {directory}", command)
         assert [finding.kind for finding in found] == ["mounted", "signature", "data"]
@@ -325,7 +325,7 @@ def test_every_member_of_a_mounted_btrfs(loop_device: LoopDevices) -> None:
     """Btrfs numbers its mounts itself, and only one member is named in mountinfo."""
     members = [loop_device(128 * MIB) for _ in range(2)]
     run("mkfs.btrfs", "-q", "-f", *members)
-    with mounted(members[0]) as directory:
+    with mounted(members[0], "-o", "ro") as directory:
         for member in members:
             assert_use(member, f"btrfs file system mounted on {directory}", f"umount {directory}")
 
@@ -338,7 +338,7 @@ def test_a_mounted_partition_holds_its_disk(loop_device: LoopDevices) -> None:
     run("addpart", disk, 2, 20 * 2048, 2 * 2048)
     first, second = Path(f"{disk}p1"), Path(f"{disk}p2")
     run("mkfs.ext4", "-q", first)
-    with mounted(first) as directory:
+    with mounted(first, "-o", "ro") as directory:
         for path in (disk, first):
             assert_use(path, f"mounted on {directory}", f"umount {directory}")
         assert occupancy(second) == []  # its neighbour is nobody's business
@@ -405,7 +405,7 @@ def test_another_loop_device_over_the_same_file(loop_device: LoopDevices) -> Non
     other = Path(tool("losetup", "--find", "--show", identify(device).backing_file))
     assert occupancy(device) == []
     run("mkfs.ext4", "-q", other)
-    with mounted(other) as directory:
+    with mounted(other, "-o", "ro") as directory:
         assert_use(device, f"mounted on {directory}", f"umount {directory}")
     with exclusive(other):
         assert kinds(device) == ["open", "signature", "data"]
