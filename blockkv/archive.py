@@ -209,21 +209,26 @@ def _put(target: Store, chunks: Sequence[_Chunk], moved: Moved) -> None:
 # -- archives ----------------------------------------------------------------------------------------------
 
 
-def _checksum(key: bytes, layout: bytes, payload: memoryview) -> str:
+def _raw(key: str | bytes) -> bytes:
+    return key.encode() if isinstance(key, str) else key
+
+
+def _checksum(chunk: _Chunk) -> str:
+    key, layout = _raw(chunk.key), chunk.layout.body
     state = xxh3_128(len(key).to_bytes(4, "little") + key + len(layout).to_bytes(4, "little") + layout)
-    state.update(payload)
+    state.update(chunk.payload)
     return state.hexdigest()
 
 
 def _add_chunk(archive: tarfile.TarFile, chunk: _Chunk) -> None:
-    key = chunk.key.encode() if isinstance(chunk.key, str) else chunk.key
+    key = _raw(chunk.key)
     member = tarfile.TarInfo(CHUNKS + key_digest(key).hex())
     member.size = len(chunk.payload)
     member.pax_headers = {
         "BLOCKKV.key": key.hex(),
         "BLOCKKV.key_is_text": str(int(isinstance(chunk.key, str))),
         "BLOCKKV.layout": chunk.layout.body.hex(),
-        "BLOCKKV.xxh3_128": _checksum(key, chunk.layout.body, chunk.payload),
+        "BLOCKKV.xxh3_128": _checksum(chunk),
     }
     archive.addfile(member, io.BytesIO(chunk.payload))
 
@@ -310,6 +315,4 @@ def _is_filled(archive: tarfile.TarFile, member: tarfile.TarInfo, chunk: _Chunk,
     if content.readinto(memory) != len(memory):  # type: ignore[attr-defined]  # it is a BufferedReader
         raise tarfile.ReadError("unexpected end of data")
     chunk.payload = memory
-    fields = member.pax_headers
-    key, layout = bytes.fromhex(fields["BLOCKKV.key"]), bytes.fromhex(fields["BLOCKKV.layout"])
-    return _checksum(key, layout, memory) == fields.get("BLOCKKV.xxh3_128")
+    return _checksum(chunk) == member.pax_headers.get("BLOCKKV.xxh3_128")

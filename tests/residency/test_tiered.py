@@ -632,26 +632,32 @@ TestTiered = Tiered.TestCase
 TestTiered.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
+class Asked(Adjustable):
+    """Remembers what it was asked with."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes)
+        self.asked: list[int] = []
+
+    def estimate(self, own_bytes: int) -> Estimate:
+        self.asked.append(own_bytes)
+        return super().estimate(own_bytes)
+
+
 def test_the_budget_is_asked_with_what_is_resident(device: SimulatedDevice) -> None:
     """Not with the capacity of growing chunks: with that the tier took what they had yet to touch, and the
     control group killed the process when they did.
     """
-    asked: list[int] = []
-
-    class Asked(Adjustable):
-        def estimate(self, own_bytes: int) -> Estimate:
-            asked.append(own_bytes)
-            return super().estimate(own_bytes)
-
+    budget = Asked(32 * MIB)
     store = blockkv.open(device, commit_interval_ms=None)
-    with TieredStore(store, Asked(32 * MIB), interval_s=None) as tier, tier.reserve("k", 8 * MIB) as chunk:
+    with TieredStore(store, budget, interval_s=None) as tier, tier.reserve("k", 8 * MIB) as chunk:
         assert chunk.in_memory
         chunk.append(content(2 * MIB))
         tier.rebind()
-        assert 2 * MIB <= asked[-1] <= 4 * MIB
+        assert 2 * MIB <= budget.asked[-1] <= 4 * MIB
         chunk.append(content(6 * MIB))
         tier.rebind()
-        assert asked[-1] == 8 * MIB
+        assert budget.asked[-1] == 8 * MIB
         assert tier.stats()["memory_resident_bytes"] == 8 * MIB
 
 
@@ -659,17 +665,11 @@ def test_the_budget_is_asked_again_while_memory_is_handed_out(device: SimulatedD
     """Not only once a second: in that time the tier, and with it the heap of the process, can grow by more
     than is kept free.
     """
-    asked: list[int] = []
-
-    class Asked(Adjustable):
-        def estimate(self, own_bytes: int) -> Estimate:
-            asked.append(own_bytes)
-            return super().estimate(own_bytes)
-
+    budget = Asked(32 * MIB)
     store = blockkv.open(device, commit_interval_ms=None)
-    with TieredStore(store, Asked(32 * MIB), interval_s=None) as tier:
-        asked.clear()
+    with TieredStore(store, budget, interval_s=None) as tier:
+        budget.asked.clear()
         for number in range(24):
             tier.put(f"k{number}", content(2 * MIB, number))
-        assert len(asked) == 3
-        assert asked[-1] >= 30 * MIB
+        assert len(budget.asked) == 3
+        assert budget.asked[-1] >= 30 * MIB
