@@ -61,6 +61,8 @@ class Lease:
 class _Question:
     asked_s: float
     found: bool | None = None
+    given_up: bool = False
+    """NO was said before the answer was there."""
 
 
 class Leases:
@@ -158,12 +160,13 @@ class Leases:
 
     def _answer(self, name: str) -> Found:
         question = self._questions.get(name)
-        if question is None:
+        if question is None or (question.given_up and question.found is False):
+            # a late no tells of the past: of an owner that was gone, or of a chunk that was not there yet
             question = self._questions[name] = _Question(time.monotonic())
             self._work.put((name, question))
         if question.found is None:
-            late = time.monotonic() - question.asked_s > OWNER_PATIENCE_S
-            return Found.NO if late else Found.LATER
+            question.given_up = time.monotonic() - question.asked_s > OWNER_PATIENCE_S
+            return Found.NO if question.given_up else Found.LATER
         del self._questions[name]
         return Found.YES if question.found else Found.NO
 
