@@ -37,7 +37,7 @@ ffibuilder.set_source(
     sources=[relative(NATIVE / name) for name in SOURCES],
     depends=[relative(path) for path in sorted(NATIVE.glob("*.h"))],
     include_dirs=[relative(NATIVE)],
-    libraries=["uring"],
+    libraries=["uring", "dl"],
     extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-pthread"],
     extra_link_args=["-pthread"],
 )

@@ -123,7 +123,7 @@ void bkv_engine_finish(struct bkv_engine *engine, struct bkv_operation *operatio
             bkv_batch_fail(batch, operation->parts[i].transfer, operation->parts[i].result);
     uint64_t settled = 1, hashed_bytes = 0;
     if (batch->direction == BKV_READ)
-        settled += bkv_operation_arrived(operation, &hashed_bytes);
+        settled += bkv_operation_arrived(engine, operation, &hashed_bytes);
     if (operation->staging
         && bkv_staging_give(&engine->staging, operation->staging, operation->staging_bytes) && engine->reactor) {
         pthread_mutex_lock(&engine->inbox.mutex);
@@ -178,6 +178,7 @@ static uint32_t operation_bytes(const struct bkv_options *options)
 static void destroy(struct bkv_engine *engine)
 {
     free(engine->worker_threads);
+    bkv_cipher_close(engine->cipher);
     bkv_staging_close(&engine->staging);
     bkv_regions_close(&engine->regions);
     pthread_mutex_destroy(&engine->inbox.mutex);
@@ -240,6 +241,32 @@ struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv
         return NULL;
     }
     return engine;
+}
+
+int bkv_engine_encrypt(struct bkv_engine *engine, const uint8_t *key, uint64_t from_bytes, uint64_t to_bytes,
+                       struct bkv_failure *failure)
+{
+    memset(failure, 0, sizeof *failure);
+    if (from_bytes > to_bytes || to_bytes > engine->options.size_bytes || from_bytes % BKV_UNIT_BYTES
+        || to_bytes % BKV_UNIT_BYTES)
+        return bkv_refuse(failure, -EINVAL, "encryption of [%llu, %llu): want whole units of %d inside the device",
+                          (unsigned long long)from_bytes, (unsigned long long)to_bytes, BKV_UNIT_BYTES);
+    /* workers, pool or reactor, and whoever has the lane */
+    uint32_t users = engine->options.workers + BKV_POOL_THREADS + 1;
+    struct bkv_cipher *cipher = bkv_cipher_open(key, from_bytes, to_bytes, users, failure), *before = NULL;
+    if (!cipher)
+        return failure->code;
+    pthread_mutex_lock(&engine->done_mutex);
+    while (engine->state == BKV_OPEN && engine->active_count)
+        pthread_cond_wait(&engine->drained, &engine->done_mutex);
+    int code = engine->state == BKV_OPEN ? 0 : -ESHUTDOWN;
+    if (!code) {
+        before = engine->cipher;
+        engine->cipher = cipher;
+    }
+    pthread_mutex_unlock(&engine->done_mutex);
+    bkv_cipher_close(code ? cipher : before);
+    return code ? bkv_refuse(failure, code, "the engine is closed") : 0;
 }
 
 /* Counts a call or batch that needs the device open; fails once the engine is closing. `idle`, unless NULL, tells
@@ -306,7 +333,7 @@ int bkv_engine_submit(struct bkv_engine *engine, const struct bkv_request *reque
         return code;
     struct bkv_plan_totals totals = {0};
     bool idle;
-    code = bkv_plan(batch, &engine->options, engine->operation_bytes, &engine->regions, &totals);
+    code = bkv_plan(batch, &engine->options, engine->operation_bytes, engine->cipher, &engine->regions, &totals);
     if (code)
         bkv_refuse(failure, code, "no memory to plan %u transfers", batch->transfer_count);
     else if ((code = begin(engine, &idle)))

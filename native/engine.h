@@ -5,7 +5,7 @@
  *   plan.c     transfers -> operations: sorted by device offset, coalesced, bounded
  *   reactor.c  operations -> io_uring (pool.c: -> preadv/pwritev where io_uring is refused;
  *              passthrough.c: -> NVMe commands through io_uring, where asked for)
- *   worker.c   staging copies and leaf checksums
+ *   worker.c   staging copies, leaf checksums and encryption (cipher.c)
  * engine.c owns the queues between them.
  *
  * Threads: any number of callers; one reactor (or several pool threads); a few workers. Every
@@ -31,6 +31,7 @@ enum {
     BKV_MAX_OPERATION_BYTES = 524288, /* larger requests are split and handed to kernel worker threads */
     BKV_MAX_DEPTH = 4096,
     BKV_MAX_WORKERS = 64,
+    BKV_CIPHER_KEY_BYTES = 64,        /* AES-256-XTS has two keys of 256 bits */
 };
 
 /* One transfer, as packed by blockkv.device.base.Batch.add: six 64-bit words. */
@@ -104,6 +105,12 @@ struct bkv_batch;
 
 /* NULL on failure, with `failure` filled in: its code is what the refused system call returned. */
 struct bkv_engine *bkv_engine_open(const struct bkv_options *options, struct bkv_failure *failure);
+
+/* From here on what lies in [from, to) on the device, whole units, is encrypted there: see cipher.h. Everything goes
+ * through staging then. Waits for what is in flight; nobody may submit meanwhile. A second call replaces the first. 0,
+ * or a negative errno with `failure` filled in: EINVAL, ELIBACC (no libcrypto), ENOMEM, ESHUTDOWN. */
+int bkv_engine_encrypt(struct bkv_engine *engine, const uint8_t *key, uint64_t from_bytes, uint64_t to_bytes,
+                       struct bkv_failure *failure);
 
 /* Starts a batch, or returns a negative errno with nothing started: EINVAL (the request contradicts
  * itself or the device), ESHUTDOWN (closed), ENOMEM. Never waits for the device. */

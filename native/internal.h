@@ -7,6 +7,7 @@
 #include <stdbool.h>
 
 #include "batch.h"
+#include "cipher.h"
 #include "engine.h"
 #include "lane.h"
 #include "operation.h"
@@ -15,6 +16,9 @@
 #include "turns.h"
 
 enum {
+    /* Of the backend where io_uring is refused: enough 256 KiB requests in flight to fill an NVMe drive; more threads
+     * only contend. */
+    BKV_POOL_THREADS = 16,
     /* Copying or hashing this much takes about as long as waking a worker for it: a few microseconds. */
     BKV_INLINE_BYTES = 32768,
     /* Requests that keep the device busy until some of them have completed. */
@@ -79,6 +83,7 @@ struct bkv_engine {
     struct bkv_inbox inbox;
     struct bkv_work work;
     struct bkv_lane lane;
+    struct bkv_cipher *cipher; /* NULL: nothing is encrypted */
 
     struct bkv_reactor *reactor; /* NULL: the pool is the backend */
     pthread_t *pool_threads;

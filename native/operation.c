@@ -7,6 +7,7 @@
 
 #include "batch.h"
 #include "checksum.h"
+#include "cipher.h"
 #include "internal.h"
 
 /* EAGAIN and EINTR say nothing about the device; but an answer that never changes is one. */
@@ -143,6 +144,29 @@ uint64_t bkv_operation_mark_leaves(struct bkv_operation *operation)
     return marked;
 }
 
+/* Turns what is staged of a part into what the device keeps. What cannot be encrypted is not written as it is. */
+static void encrypt(struct bkv_engine *engine, struct bkv_operation *operation, const struct bkv_part *part)
+{
+    uint8_t *bytes = operation->staging + part->start_bytes;
+    if (bkv_cipher_encrypt(engine->cipher, operation->offset_bytes + part->start_bytes, bytes, part->length_bytes))
+        return;
+    memset(bytes, 0, part->length_bytes);
+    bkv_batch_fail(operation->batch, part->transfer, -EIO);
+}
+
+/* The other way round, of all parts that arrived. */
+static void decrypt(struct bkv_engine *engine, struct bkv_operation *operation)
+{
+    for (struct bkv_part *part = operation->parts; part < operation->parts + operation->part_count; part++) {
+        if (part->result
+            || bkv_cipher_decrypt(engine->cipher, operation->offset_bytes + part->start_bytes,
+                                  operation->staging + part->start_bytes, part->length_bytes))
+            continue;
+        part->result = -EIO;
+        bkv_batch_fail(operation->batch, part->transfer, -EIO);
+    }
+}
+
 void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *operation)
 {
     struct bkv_batch *batch = operation->batch;
@@ -169,6 +193,8 @@ void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *oper
                 }
             }
         }
+        if (engine->cipher)
+            encrypt(engine, operation, copies.part);
     }
     bkv_count(&engine->counts.hashed_bytes, hashed_bytes);
     if (settled)
@@ -183,10 +209,12 @@ static void copy_out(uint8_t *target, const uint8_t *source, uint64_t length_byt
         memcpy(target, source, length_bytes);
 }
 
-uint64_t bkv_operation_arrived(struct bkv_operation *operation, uint64_t *hashed_bytes)
+uint64_t bkv_operation_arrived(struct bkv_engine *engine, struct bkv_operation *operation, uint64_t *hashed_bytes)
 {
     struct bkv_batch *batch = operation->batch;
     uint64_t settled = 0;
+    if (engine->cipher)
+        decrypt(engine, operation);
     for (struct part_copies copies = {0}; next_part(operation, &copies);) {
         const struct bkv_transfer *transfer = &batch->transfers[copies.part->transfer];
         /* After a failure the slot still holds what somebody else staged there. */

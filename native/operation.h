@@ -78,10 +78,10 @@ const struct iovec *bkv_operation_memory(const struct bkv_operation *operation, 
 
 void bkv_operation_attach_staging(struct bkv_operation *operation, uint8_t *staging);
 /* Copies to the staging slot; the leaves that `bkv_operation_mark_leaves` marked are hashed on the way, while they are
- * in a cache. */
+ * in a cache. Then encrypts what is there, if the engine does that. */
 void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *operation);
-/* Copies from the staging slot what arrived, and accounts for it as bkv_batch_arrived does. */
-uint64_t bkv_operation_arrived(struct bkv_operation *operation, uint64_t *hashed_bytes);
+/* Decrypts what arrived, copies it from the staging slot, and accounts for it as bkv_batch_arrived does. */
+uint64_t bkv_operation_arrived(struct bkv_engine *engine, struct bkv_operation *operation, uint64_t *hashed_bytes);
 
 /* Marks the leaves that lie in the operation whole and will be copied in one piece. Returns how many. */
 uint64_t bkv_operation_mark_leaves(struct bkv_operation *operation);

@@ -35,6 +35,7 @@ struct planner {
     struct bkv_regions *regions;
     struct bkv_plan_totals *totals;
     uint32_t operation_bytes;
+    bool stage_all;
     uint32_t staging_alignment;
     struct vector operations, iovs, parts, copies, ranges;
     /* of the operation being built */
@@ -208,7 +209,7 @@ static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t pa
                          uint64_t address, uint64_t length)
 {
     const uint32_t lba = planner->options->lba_bytes;
-    const bool direct = address && length >= DIRECT_MINIMUM_BYTES;
+    const bool direct = address && length >= DIRECT_MINIMUM_BYTES && !planner->stage_all;
     while (length) {
         struct bkv_operation *operation = planner->operation;
         uint32_t n, start;
@@ -226,7 +227,7 @@ static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t pa
             if (operation
                 && (operation->offset_bytes + operation->length_bytes != offset
                     || operation->length_bytes >= planner->operation_bytes
-                    || planner->pages >= planner->options->max_segments
+                    || (planner->pages >= planner->options->max_segments && !planner->stage_all)
                     || makes_gap(planner, staged, address))) {
                 close_operation(planner);
                 operation = NULL;
@@ -241,7 +242,7 @@ static bool add_fragment(struct planner *planner, uint32_t transfer, uint64_t pa
             /* Memory for `pages` more pages, wherever in its first page it starts. */
             uint64_t pages = planner->options->max_segments - planner->pages;
             uint64_t reach = pages * PAGE_BYTES - (staged ? operation->staging_bytes : address) % PAGE_BYTES;
-            if (room > reach) {
+            if (room > reach && !planner->stage_all) {
                 room = reach - reach % lba;
                 if (room > CUT_BYTES)
                     room -= room % CUT_BYTES;
@@ -345,7 +346,7 @@ static void adopt(struct planner *planner)
     }
 }
 
-int bkv_plan(struct bkv_batch *batch, const struct bkv_options *options, uint32_t operation_bytes,
+int bkv_plan(struct bkv_batch *batch, const struct bkv_options *options, uint32_t operation_bytes, bool stage_all,
              struct bkv_regions *regions, struct bkv_plan_totals *totals)
 {
     struct planner planner = {
@@ -354,9 +355,13 @@ int bkv_plan(struct bkv_batch *batch, const struct bkv_options *options, uint32_
         .regions = regions,
         .totals = totals,
         .operation_bytes = operation_bytes,
+        .stage_all = stage_all,
         .staging_alignment = options->memory_alignment_bytes > options->lba_bytes ? options->memory_alignment_bytes
                                                                                    : options->lba_bytes,
     };
+    /* One piece of staging has as many pages as it is long: no need to count them. */
+    if (stage_all && operation_bytes / PAGE_BYTES > options->max_segments)
+        planner.operation_bytes = options->max_segments * PAGE_BYTES;
     sort_slices(batch);
     bool planned = true;
     pthread_rwlock_rdlock(&regions->lock);

@@ -6,9 +6,6 @@
 
 #include "internal.h"
 
-/* Enough 256 KiB requests in flight to fill an NVMe drive; more threads only contend. */
-enum { POOL_THREADS = 16 };
-
 int32_t bkv_pool_transfer(struct bkv_engine *engine, const struct bkv_operation *operation)
 {
     uint32_t count;
@@ -95,7 +92,7 @@ static void *run(void *argument)
 
 int bkv_pool_start(struct bkv_engine *engine)
 {
-    uint32_t wanted = engine->options.depth < POOL_THREADS ? engine->options.depth : POOL_THREADS;
+    uint32_t wanted = engine->options.depth < BKV_POOL_THREADS ? engine->options.depth : BKV_POOL_THREADS;
     engine->pool_threads = calloc(wanted, sizeof *engine->pool_threads);
     if (!engine->pool_threads)
         return -ENOMEM;

@@ -22,7 +22,7 @@ ANYWHERE = {"blockkv.errors", "blockkv.device.base"}
 LAYERS: list[set[str]] = [
     {"_native", "memory"},
     {"device"},
-    {"catalog", "space", "format"},
+    {"catalog", "space", "format", "encryption"},
     {"store", "tensors", "kv_layout", "gpu"},
     {"serving"},
     {"residency"},

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from blockkv.format.fields import Field, StructLayout  # noqa: E402
+from blockkv.format.key_slots import KEY_SLOT  # noqa: E402
 from blockkv.format.page import PAGE_HEADER  # noqa: E402
 from blockkv.format.record import DELETE_RECORD, KEY_TAIL_RECORD, LAYOUT_RECORD, PUT_RECORD  # noqa: E402
 from blockkv.format.superblock import SUPERBLOCK  # noqa: E402
@@ -27,7 +28,7 @@ DOCUMENT = ROOT / "docs" / "format.md"
 GOLDEN = ROOT / "tests" / "format" / "golden"
 STRUCTS = {
     one.name: one
-    for one in (SUPERBLOCK, PAGE_HEADER, PUT_RECORD, DELETE_RECORD, LAYOUT_RECORD, KEY_TAIL_RECORD)
+    for one in (SUPERBLOCK, KEY_SLOT, PAGE_HEADER, PUT_RECORD, DELETE_RECORD, LAYOUT_RECORD, KEY_TAIL_RECORD)
 }
 MARKED = re.compile(r"(<!-- (table|hexdump): ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 BYTES_PER_LINE = 16

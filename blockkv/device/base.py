@@ -242,6 +242,14 @@ class Device(ABC):
     def close(self) -> None:
         """Wait for what is in flight, then release everything. Idempotent."""
 
+    def encrypt(self, cipher_key: bytes, from_bytes: int, to_bytes: int) -> None:
+        """From here on the units of [from, to) are encrypted with AES-256-XTS: `native/cipher.h`.
+
+        Whoever has opened the device calls it, before anybody else uses it; again to replace the key.
+        `cipher_key` is 64 bytes. Raises DeviceError where AES cannot be had, InvalidArgument.
+        """
+        raise InvalidArgument(f"{self.path} cannot be encrypted")
+
     def open_reader(self) -> int:
         """A descriptor of what this is on, for others, who close it: open for reading alone, with O_DIRECT.
 

@@ -216,6 +216,21 @@ class NativeDevice(Device):
         if code != -errno.EOPNOTSUPP:
             self._check(code, f"discard of {length_bytes} bytes at {offset_bytes}")
 
+    def encrypt(self, cipher_key: bytes, from_bytes: int, to_bytes: int) -> None:
+        self._check_process()
+        if len(cipher_key) != lib.BKV_CIPHER_KEY_BYTES:
+            raise InvalidArgument(f"{self.path}: a cipher key of {len(cipher_key)} bytes")
+        failure = ffi.new("struct bkv_failure *")
+        code = lib.bkv_engine_encrypt(self._engine.pointer, cipher_key, from_bytes, to_bytes, failure)
+        if code == -errno.EINVAL:
+            raise InvalidArgument(f"{self.path}: {_text(failure.message)}")
+        if code == -errno.ELIBACC:
+            raise DeviceError(
+                f"{self.path} is encrypted: {_text(failure.message)}; install OpenSSL 3 (Debian: libssl3)",
+                errno.ELIBACC,
+            )
+        self._check(code, _text(failure.message))
+
     def register(self, address: int, length_bytes: int) -> int:
         self._check_process()
         handle = int(lib.bkv_engine_register(self._engine.pointer, address, length_bytes))

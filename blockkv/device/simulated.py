@@ -39,11 +39,15 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from blockkv.device.base import TRANSFER_FIELDS, UNIT_BYTES, Batch, Device, Direction, Limits, device_error
 from blockkv.errors import DeviceError, DeviceReadOnly, DeviceTooSmall, InvalidArgument, StoreClosed
+
+if TYPE_CHECKING:
+    from blockkv.device.unit_cipher import UnitCipher
 
 __all__ = [
     "Crash",
@@ -381,6 +385,7 @@ class SimulatedDevice(Device):
         self._closed = False
         self._registered: dict[int, tuple[int, int]] = {}
         self._next_handle = 0
+        self._cipher: UnitCipher | None = None  # of whoever has opened it: clones are opened anew
         self._next_operation = 0
         self._log: deque[Operation] = deque(maxlen=_LOG_OPERATIONS)
         self._counters = dict.fromkeys(
@@ -530,6 +535,12 @@ class SimulatedDevice(Device):
             self._next_handle += 1
             self._registered[handle] = (address, length_bytes)
             return handle
+
+    def encrypt(self, cipher_key: bytes, from_bytes: int, to_bytes: int) -> None:
+        from blockkv.device.unit_cipher import UnitCipher
+
+        with self._lock:
+            self._cipher = UnitCipher(cipher_key, from_bytes, to_bytes)
 
     def unregister(self, handle: int) -> None:
         with self._lock:
@@ -764,6 +775,8 @@ class SimulatedDevice(Device):
                         f"transfer {position}: extent {offset_bytes}+{length_bytes} is not whole units"
                     )
                 piece = data[done_bytes : done_bytes + length_bytes] if data else b""
+                if self._cipher:
+                    piece = self._cipher.encrypt(offset_bytes, piece)
                 requests.append(_Request(position, offset_bytes, length_bytes, piece, done_bytes))
                 done_bytes += length_bytes
         return requests
@@ -793,6 +806,8 @@ class SimulatedDevice(Device):
                 code = -errnos.ETIME
             elif reading:
                 code, data = self._read_request(request)
+                if self._cipher:
+                    data = self._cipher.decrypt(request.offset_bytes, data)
                 received.setdefault(request.position, []).append((request.payload_offset_bytes, data))
             else:
                 code = self._write_request(request)

@@ -8,8 +8,9 @@ The first 80 bytes (checksum to compat) are frozen: every later version keeps th
 older blockkv recognises a newer store and refuses it instead of calling the device unformatted.
 
 All fields that change after formatting lie in the first 512 bytes: on a drive that writes 512-byte sectors
-whole, a slot cannot be torn into a mixture. What a member of an array says of it behind them never changes,
-and formatting writes it to every slot.
+whole, a slot cannot be torn into a mixture. What a member of an array and an encrypted store say behind them
+does not change, and is written to every slot at once; but for the authentication code of an encrypted store,
+which is another with each superblock: there a torn slot is one with a wrong checksum, and counts as not written.
 
 Not here: reading and writing the slots, and when (`blockkv.store`).
 """
@@ -17,18 +18,21 @@ Not here: reading and writing the slots, and when (`blockkv.store`).
 from __future__ import annotations
 
 import enum
+import hmac
 import struct
 import uuid as uuids
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xxhash import xxh3_128_digest
 
 from blockkv.errors import FormatError, InvalidArgument, NotFormatted, VersionTooNew
 from blockkv.format import geometry as geometries
+from blockkv.format import key_slots
 from blockkv.format.fields import Field, FieldRejected, StructLayout
 from blockkv.format.geometry import PAGE_BYTES, RUN_BYTES, SLOT_COUNT, SLOTS_PER_COPY, Geometry, Zone
+from blockkv.format.key_slots import KEY_SLOTS_BYTES, KeySlot
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "MAX_MEMBERS",
     "RESERVED_BYTES",
     "SUPERBLOCK",
+    "Encryption",
     "Membership",
     "Superblock",
     "SuperblockFault",
@@ -50,9 +55,11 @@ __all__ = [
 
 MAGIC = b"blockkv\0"
 FORMAT_VERSION = 1
+INCOMPAT_ENCRYPTION = 1 << 0
+"""Everything but the superblocks is encrypted."""
 INCOMPAT_ARRAY = 1 << 1
-"""The store is a member of an array. Bit 0 is kept for encryption."""
-KNOWN_INCOMPAT = INCOMPAT_ARRAY
+"""The store is a member of an array."""
+KNOWN_INCOMPAT = INCOMPAT_ENCRYPTION | INCOMPAT_ARRAY
 KNOWN_RO_COMPAT = 0
 KNOWN_COMPAT = 0
 COUNTER_LIMIT = 1 << 62
@@ -112,8 +119,16 @@ SUPERBLOCK = StructLayout(
         Field("scrub_sequence", "u64", "the log sequence a scrub under way has verified up to; 0: none is"),
         Field("array_term", "u32", "member of an array: the newest term it knows, from 1; else 0, checked"),
         Field("array_term_members", "u32", "bit i: member i belongs to that term; else 0, checked"),
-        Field("key_slots", "zero[960]", "for encryption, announced by an incompat bit; zero, checked"),
-        Field("key_canary", "zero[64]", "likewise"),
+        Field("key_slots", "bytes[960]", "encrypted: eight key slots, see there; else 0, checked"),
+        Field(
+            "header_mac",
+            "bytes[32]",
+            "encrypted: HMAC-SHA256 of bytes 32 to 4095, this field zero: a header changed without the key; "
+            "else 0, checked",
+        ),
+        Field("cipher", "u32", "encrypted: 1, AES-256-XTS by units of 4096 bytes; else 0, checked"),
+        Field("ephemeral", "u32", "1: the volume key was never written down; else 0, checked"),
+        Field("encryption_reserved", "zero[24]", "zero, checked"),
         Field("array_uuid", "bytes[16]", "member of an array: identity of the array; else 0, checked"),
         Field("array_member_count", "u32", "members it was formatted with, 2 to 32; else 0, checked"),
         Field("array_member_index", "u32", "which one this is, from 0: swapped devices; else 0, checked"),
@@ -121,7 +136,11 @@ SUPERBLOCK = StructLayout(
     ],
     size_bytes=PAGE_BYTES,
 )
+CIPHER_AES_256_XTS = 1
 _CHECKSUM_BYTES = 16
+_AUTHENTICATED_FROM = SUPERBLOCK.offsets["uuid"]
+"""The code is the same in both copies of a superblock: it leaves out in which slot it is."""
+_MAC_OFFSET = SUPERBLOCK.offsets["header_mac"]
 _FROZEN = struct.Struct("<16s8sII16sQQQQ")
 """Checksum to compat: the part every later version keeps."""
 
@@ -144,6 +163,7 @@ class SuperblockFault(enum.Enum):
     FLAGS = "has impossible flags"
     TEXT = "has unprintable text"
     ARRAY = "has an impossible place in an array"
+    ENCRYPTION = "has impossible key slots"
     RESERVED = "has non-zero reserved bytes"
 
 
@@ -173,6 +193,19 @@ class Membership:
     def array_uuid_text(self) -> str:
         """The array's identity as it is usually written."""
         return str(uuids.UUID(bytes=self.array_uuid))
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """How a store is encrypted. The volume key is in none of this."""
+
+    slots: tuple[KeySlot | None, ...]
+    ephemeral: bool
+    """The volume key is in the memory of the process that opened the store, and nowhere else."""
+    mac: bytes = field(default=bytes(32), compare=False)
+    """The authentication code that was found on the device."""
+    mac_key: bytes = field(default=b"", repr=False, compare=False)
+    """Derived from the volume key; empty until the store is unlocked. Without it nothing is encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +241,8 @@ class Superblock:
     compat: int = 0
     array: Membership | None = None
     """Its place in an array, if it is a member of one. The bit that announces it is not in `incompat`."""
+    encryption: Encryption | None = None
+    """How it is encrypted, if it is. Likewise."""
     reserved: bytes = bytes(RESERVED_BYTES)
     """Belongs to features this version does not know; carried along unchanged."""
 
@@ -250,7 +285,7 @@ class Superblock:
             values[f"{name}_size_bytes"] = zone.size_bytes
         for name in _PLAIN_FIELDS:
             values[name] = getattr(self, name)
-        values |= _array_values(self.array)
+        values |= _array_values(self.array) | _encryption_values(self.encryption)
         packed = SUPERBLOCK.pack(
             checksum=bytes(_CHECKSUM_BYTES),
             magic=MAGIC,
@@ -261,14 +296,29 @@ class Superblock:
             page_bytes=PAGE_BYTES,
             run_bytes=RUN_BYTES,
             clean=int(self.clean),
-            incompat=self.incompat | (INCOMPAT_ARRAY if self.array else 0),
+            incompat=self.incompat
+            | (INCOMPAT_ARRAY if self.array else 0)
+            | (INCOMPAT_ENCRYPTION if self.encryption else 0),
             holder_boot_id=_fit_text(self.holder_boot_id, 36),
             holder_host=_fit_text(self.holder_host, 64),
             namespace_serial=_fit_text(self.namespace_serial, 40),
             **values,
         )
+        if self.encryption:
+            assert self.encryption.mac_key, "the store was not unlocked"
+            code = hmac.digest(self.encryption.mac_key, packed[_AUTHENTICATED_FROM:], "sha256")
+            packed = packed[:_MAC_OFFSET] + code + packed[_MAC_OFFSET + len(code) :]
         content = packed[_CHECKSUM_BYTES:]
         return xxh3_128_digest(content) + content
+
+    def unlocked(self, mac_key: bytes) -> Superblock | None:
+        """The same with the key, so that it and what follows can be encoded; None where it was not written with
+        that key.
+        """
+        assert self.encryption
+        with_key = replace(self, encryption=replace(self.encryption, mac_key=mac_key))
+        code = with_key.encode(slots_of(self.generation)[0])[_MAC_OFFSET:][: len(self.encryption.mac)]
+        return with_key if hmac.compare_digest(code, self.encryption.mac) else None
 
 
 _PLAIN_FIELDS = (
@@ -349,7 +399,7 @@ def decode(data: bytes, slot_index: int) -> Superblock:
     if slot_index not in slots_of(generation):
         raise SuperblockRejected(SuperblockFault.WRONG_SLOT, f"generation {generation} in slot {slot_index}")
     _check_values(values, geometry)
-    array = _membership_of(values)
+    array, encryption = _membership_of(values), _encryption_of(values)
     unknown = (ro_compat & ~KNOWN_RO_COMPAT) | (compat & ~KNOWN_COMPAT)
     if not unknown and any(values["reserved"]):
         raise SuperblockRejected(SuperblockFault.RESERVED, "field reserved")
@@ -359,8 +409,9 @@ def decode(data: bytes, slot_index: int) -> Superblock:
         holder_boot_id=values["holder_boot_id"],
         holder_host=values["holder_host"],
         namespace_serial=values["namespace_serial"],
-        incompat=incompat & ~INCOMPAT_ARRAY,
+        incompat=incompat & ~KNOWN_INCOMPAT,
         array=array,
+        encryption=encryption,
         **{name: values[name] for name in _PLAIN_FIELDS},
     )
 
@@ -397,6 +448,35 @@ def _membership_of(values: dict[str, Any]) -> Membership | None:
             f"member {index} of {count}, term {term} with members {term_members:#x}",
         )
     return Membership(array_uuid, count, index, term, term_members)
+
+
+def _encryption_values(encryption: Encryption | None) -> dict[str, int | bytes]:
+    return {
+        "key_slots": key_slots.encode(encryption.slots) if encryption else bytes(KEY_SLOTS_BYTES),
+        "header_mac": bytes(32),
+        "cipher": CIPHER_AES_256_XTS if encryption else 0,
+        "ephemeral": int(bool(encryption and encryption.ephemeral)),
+    }
+
+
+def _encryption_of(values: dict[str, Any]) -> Encryption | None:
+    cipher, ephemeral, mac = values["cipher"], values["ephemeral"], values["header_mac"]
+    if not values["incompat"] & INCOMPAT_ENCRYPTION:
+        if cipher or ephemeral or any(mac) or any(values["key_slots"]):
+            raise SuperblockRejected(
+                SuperblockFault.RESERVED, "fields of encryption, and it is not encrypted"
+            )
+        return None
+    try:
+        slots = key_slots.decode(values["key_slots"])
+    except FormatError as error:
+        raise SuperblockRejected(SuperblockFault.ENCRYPTION, str(error)) from None
+    if cipher != CIPHER_AES_256_XTS or ephemeral > 1 or bool(ephemeral) == any(slots):
+        used = sum(slot is not None for slot in slots)
+        raise SuperblockRejected(
+            SuperblockFault.ENCRYPTION, f"cipher {cipher}, ephemeral {ephemeral}, {used} key slots in use"
+        )
+    return Encryption(slots, bool(ephemeral), mac)
 
 
 def _geometry_of(values: dict[str, Any]) -> Geometry:

@@ -28,6 +28,8 @@ from blockkv.catalog.admission import Admission
 from blockkv.catalog.eviction import Eviction
 from blockkv.catalog.wear import WriteBudget
 from blockkv.device.base import Device
+from blockkv.encryption.secret import Unlock, Unlocker
+from blockkv.encryption.volume_key import VolumeKey
 from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, InvalidArgument, WrongStore
 from blockkv.format.geometry import SLOTS_PER_COPY
 from blockkv.format.superblock import Membership, Superblock
@@ -50,6 +52,7 @@ from blockkv.store.store import (
     open_store,
     refuse_second_open,
 )
+from blockkv.store.unlocking import unlock_device
 
 __all__ = ["open_any"]
 
@@ -67,6 +70,7 @@ class _Found:
     by_path: bool
     superblock: Superblock
     place: Membership
+    volume_key: VolumeKey | None
 
 
 def open_any(
@@ -86,6 +90,7 @@ def open_any(
     admission: str | Callable[[], Admission] = "all",
     quotas: Mapping[str, int] | None = None,
     write_budget: int | str | WriteBudget | None = None,
+    unlock: Unlock | None = None,
 ) -> Store:
     """Open the store on a namespace, partition, loop device, file or `Device`, for this process alone.
 
@@ -107,6 +112,10 @@ def open_any(
     as "2TiB", shared among the members of an array; chunks that would exceed it are not stored, as those that
     admission refuses (`blockkv.catalog.wear`).
 
+    `unlock`: what opens an encrypted store, as text ("key-file:PATH", "passphrase-file:PATH",
+    "keyring:DESCRIPTION", "passphrase": asked for), a secret of at least 32 bytes, or a `Passphrase`. Without
+    it the environment variable BLOCKKV_UNLOCK says so, as text.
+
     Several paths, in any order, open the array that was formatted on them. All members have to be there.
     `degraded` does without those that are missing: left out of the list, or their path leads nowhere. What
     they hold is a miss. Open for writing, it means that they are emptied when they come back. Options count
@@ -116,7 +125,8 @@ def open_any(
 
     Raises DeviceBusy (open elsewhere), DeviceReadOnly, DeviceError, NotFormatted, VersionTooNew,
     DeviceTooSmall (the device shrank), WrongStore (the same store is open through another device; members of
-    an array are missing, or of several arrays; a member is opened alone for writing).
+    an array are missing, or of several arrays; a member is opened alone for writing), WrongKey (encrypted, and
+    `unlock` does not open it; or given, and not encrypted).
     """
     paths = several(path)
     policies = Policies(eviction, admission, quotas, as_budget(write_budget))
@@ -139,7 +149,9 @@ def open_any(
             admission=admission,
             quotas=quotas,
             write_budget=policies.write_budget,
+            unlock=unlock,
         )
+    unlocker = Unlocker(unlock)
     with interrupts, contextlib.ExitStack() as stack:
         found: list[_Found] = []
         for one in paths:
@@ -157,13 +169,13 @@ def open_any(
                 raise
             if by_path:
                 stack.callback(device.close)
-            found.append(_look(device, read_only=read_only, by_path=by_path))
+            found.append(_look(device, unlocker, read_only=read_only, by_path=by_path))
         array = _open_array(found, read_only=read_only, degraded=degraded, options=options)
         stack.pop_all()
     return array
 
 
-def _look(device: Device, *, read_only: bool, by_path: bool) -> _Found:
+def _look(device: Device, unlocker: Unlocker, *, read_only: bool, by_path: bool) -> _Found:
     if device.limits.read_only and not read_only:
         raise DeviceReadOnly(f"{device.path} is read-only; open it with read_only=True")
     if not read_only:
@@ -174,7 +186,9 @@ def _look(device: Device, *, read_only: bool, by_path: bool) -> _Found:
             f"{device.path} holds the store {superblock.uuid_text}, no member of an array: open it alone"
         )
     refuse_second_open(device, superblock, read_only=read_only, by_path=by_path)
-    return _Found(device, by_path, superblock, superblock.array)
+    place = superblock.array
+    superblock, key = unlock_device(device, superblock, unlocker, read_only=read_only)
+    return _Found(device, by_path, superblock, place, key)
 
 
 def _open_array(found: Sequence[_Found], *, read_only: bool, degraded: bool, options: Options) -> ArrayStore:
@@ -282,8 +296,10 @@ def _open_members(
                 one.device,
                 standing is None,
                 options,
+                Unlocker(),
                 by_path=one.by_path,
                 array=dataclasses.replace(one.place, **place) if place else None,
+                volume_key=one.volume_key,
             )
             members.append(Member(one.place.member_index, store))
         ambiguous = _held_twice(members)

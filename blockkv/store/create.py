@@ -23,16 +23,19 @@ from typing import Any
 from blockkv.device import namespace, occupancy
 from blockkv.device.base import Device, Limits
 from blockkv.device.engine import NativeDevice
+from blockkv.encryption.secret import Passphrase, Secret, Unlock, parse_unlock
+from blockkv.encryption.volume_key import NO_SLOTS, VolumeKey, only_slot, wrap
 from blockkv.errors import DeviceBusy, DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
 from blockkv.format import geometry, superblock
 from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY
-from blockkv.format.superblock import Membership, Superblock
+from blockkv.format.superblock import Encryption, Membership, Superblock
 from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?\s*", re.IGNORECASE)
 
 DEFAULT_AVERAGE_CHUNK_BYTES = 1 << 20
+EPHEMERAL = "ephemeral"
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
@@ -59,6 +62,7 @@ def format_device(
     label: str | None = None,
     force: bool = False,
     journal: int | str | None = None,
+    encrypt: Unlock | None = None,
 ) -> dict[str, Any]:
     """Make an empty store on a namespace, partition, loop device or regular file, and describe it.
 
@@ -70,6 +74,11 @@ def format_device(
     cannot be changed later. `journal` is the size of the journal ring, 64 MiB or a sixteenth by default.
     `force` overrides content (signatures, partition tables, an older store, other data), never a use.
 
+    `encrypt`: what the store is to be opened with, as text ("key-file:PATH", "passphrase-file:PATH",
+    "keyring:DESCRIPTION", "passphrase": asked for), a secret of at least 32 bytes, or a `Passphrase`. All but
+    the superblocks is encrypted then, with AES-256-XTS. "ephemeral": with a key that is never written down, so
+    that every open for writing finds an empty store, and nobody ever finds what was in it.
+
     Raises DeviceBusy (mounted, held, open elsewhere), OccupiedError, DeviceReadOnly, DeviceTooSmall,
     DeviceError, InvalidArgument. Nothing was written then.
     """
@@ -77,6 +86,7 @@ def format_device(
     journal_bytes = None if journal is None else parse_size(journal, "journal")
     size_bytes = None if size is None else parse_size(size)
     paths = several(path)
+    secret = None if encrypt is None or encrypt == EPHEMERAL else parse_unlock(encrypt, new=True)
     with interrupts, contextlib.ExitStack() as stack:
         devices = [
             stack.enter_context(_ready(one, size_bytes, average_chunk_bytes, journal_bytes, force=force))
@@ -87,6 +97,8 @@ def format_device(
             _first_superblock(device, average_chunk_bytes, journal_bytes, label, place)
             for device, place in zip(devices, places, strict=True)
         ]
+        if encrypt is not None:
+            firsts = [_encrypted(first, secret) for first in firsts]
         interrupts.deliver()
         for device, first in zip(devices, firsts, strict=True):
             _write_store(device, first)
@@ -214,12 +226,22 @@ def superblock_facts(found: Superblock) -> dict[str, Any]:
         "journal_bytes": shape.journal.size_bytes,
         "data_offset_bytes": shape.data.offset_bytes,
         "data_bytes": shape.data.size_bytes,
+        "encryption": _encryption_facts(found.encryption),
         **(
             {"array": asdict(found.array) | {"array_uuid": found.array.array_uuid_text}}
             if found.array
             else {}
         ),
     }
+
+
+def _encryption_facts(encryption: Encryption | None) -> dict[str, Any] | None:
+    if encryption is None:
+        return None
+    slots = {
+        str(index): slot.kind.name.lower() for index, slot in enumerate(encryption.slots) if slot is not None
+    }
+    return {"cipher": "aes-256-xts", "ephemeral": encryption.ephemeral, "key_slots": slots}
 
 
 def array_facts(found: Superblock, member_count: int) -> dict[str, Any]:
@@ -278,7 +300,31 @@ def _first_superblock(
     return first
 
 
-def _write_store(device: Device, first: Superblock) -> None:
+def _encrypted(first: Superblock, secret: Passphrase | Secret | None) -> Superblock:
+    """The same of a store with a volume key of its own, which `secret` opens; None: nothing does."""
+    key = VolumeKey.new(first.uuid)
+    slots = only_slot(wrap(key, secret)) if secret else NO_SLOTS
+    return replace(first, encryption=Encryption(slots, ephemeral=secret is None, mac_key=key.mac_key))
+
+
+def begin_anew(device: Device, found: Superblock) -> tuple[Superblock, VolumeKey]:
+    """Make the ephemeral store on `device` an empty one with a new key; the rest stays as it was.
+
+    Its chunks are lost already: nobody has their key. Raises DeviceError.
+    """
+    assert found.encryption and found.encryption.ephemeral
+    identity = uuid.uuid4().bytes
+    key = VolumeKey.new(identity)
+    first = replace(
+        _first_superblock(device, found.average_chunk_bytes, found.geometry.journal.size_bytes, found.label, found.array),
+        uuid=identity,
+        encryption=replace(found.encryption, mac_key=key.mac_key),
+    )
+    return _write_store(device, first), key
+
+
+def _write_store(device: Device, first: Superblock) -> Superblock:
+    """Returns the newest superblock that it has written."""
     shape = first.geometry
     for offset in _newest_last(device, shape.slot_offsets):
         device.write(offset, bytes(PAGE_BYTES))
@@ -290,11 +336,13 @@ def _write_store(device: Device, first: Superblock) -> None:
     device.write(tail_offset, bytes((device.limits.size_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES))
     device.discard(shape.data.offset_bytes, shape.data.size_bytes)
     write_superblock(device, first)
-    if first.array is not None:
-        # What it says of the array behind its first sector stands in every slot from now on: no later write
-        # can be torn into a mixture there.
+    if first.array is not None or first.encryption is not None:
+        # What it says behind its first sector stands in every slot from now on: no later write can be torn into
+        # a mixture there.
         for generation in range(2, SLOTS_PER_COPY + 1):
-            write_superblock(device, replace(first, generation=generation))
+            first = replace(first, generation=generation)
+            write_superblock(device, first)
+    return first
 
 
 def _newest_last(device: Device, slot_offsets: Sequence[int]) -> list[int]:

@@ -44,6 +44,8 @@ from blockkv.catalog.wear import WriteBudget
 from blockkv.device import namespace, passthrough
 from blockkv.device.base import UNIT_BYTES, Device, Priority
 from blockkv.device.engine import NativeDevice
+from blockkv.encryption.secret import Unlock, Unlocker
+from blockkv.encryption.volume_key import VolumeKey
 from blockkv.errors import (
     BatchError,
     BlockKVError,
@@ -84,6 +86,7 @@ from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.staging import Staging
 from blockkv.store.state import GROWING, State
 from blockkv.store.streams import DEFAULT_LOOKAHEAD_BYTES, Into, PartStream, StreamPool, is_whole
+from blockkv.store.unlocking import unlock_device, unlock_superblock
 from blockkv.store.watch import Watch
 from blockkv.tensors import Occupied, Tensors, describe
 
@@ -602,8 +605,12 @@ class Store:
         """Where a chunk lies, for whoever moves its bytes himself; None for a miss. See `ChunkExtents`.
 
         The chunk is leased until that is closed. One that grows is a miss. Raises InvalidArgument (the
-        simulated device has no descriptor), DeviceError, StoreClosed.
+        simulated device has no descriptor; the store is encrypted), DeviceError, StoreClosed.
         """
+        if self._state.log.superblock.encryption:
+            raise InvalidArgument(
+                f"{self._where} is encrypted: what lies on its device is of no use to others; take get()"
+            )
         with self._operation():
             (chunk,) = self._lease_chunks([key_digest(encode_key(key))])
             if chunk is None:
@@ -832,7 +839,9 @@ class Store:
             "engine": state.device.engine_name,
             "engine_reason": state.device.engine_reason,
             "accelerator": asdict(choose(state.options.verify)),
-            "memory": "direct where it starts at a multiple of "
+            "memory": "through staging, where it is encrypted and decrypted"
+            if superblock.encryption
+            else "direct where it starts at a multiple of "
             f"{state.device.limits.memory_alignment_bytes} bytes, through registered staging elsewhere",
             "limits": asdict(state.device.limits),
             "options": {**asdict(state.options), "policies": state.options.policies.described()},
@@ -1284,18 +1293,20 @@ def open_store(
     admission: str | Callable[[], Admission] = "all",
     quotas: Mapping[str, int] | None = None,
     write_budget: int | str | WriteBudget | None = None,
+    unlock: Unlock | None = None,
 ) -> Store:
     """Open a store that is no array. Options, and what is raised: `blockkv.store.array_open.open_any`."""
     policies = Policies(eviction, admission, quotas, as_budget(write_budget))
     options = check_options(
         evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s, policies
     )
+    unlocker = Unlocker(unlock)
     with interrupts:
         if isinstance(path, Device):
-            return open_on(path, read_only, options, by_path=False)
+            return open_on(path, read_only, options, unlocker, by_path=False)
         device = open_device(path, read_only=read_only, engine=engine, depth=depth)
         try:
-            return open_on(device, read_only, options, by_path=True)
+            return open_on(device, read_only, options, unlocker, by_path=True)
         except BaseException:
             device.close()
             raise
@@ -1360,11 +1371,19 @@ def open_device(
 
 
 def open_on(
-    device: Device, read_only: bool, options: Options, *, by_path: bool, array: Membership | None = None
+    device: Device,
+    read_only: bool,
+    options: Options,
+    unlocker: Unlocker,
+    *,
+    by_path: bool,
+    array: Membership | None = None,
+    volume_key: VolumeKey | None = None,
 ) -> Store:
     """Open the store on `device`, as `open_store` does; `by_path`: it was opened by its path just now.
 
     `array` is the place that a member of one gets with this open. Without it a member opens read-only.
+    With `volume_key` the device decrypts already.
     """
     if device.limits.read_only and not read_only:
         raise DeviceReadOnly(f"{device.path} is read-only; open it with read_only=True")
@@ -1378,6 +1397,10 @@ def open_on(
             "read_only=True shows this one"
         )
     refuse_second_open(device, found, read_only=read_only, by_path=by_path)
+    if volume_key:
+        found = unlock_superblock(device.path, found, volume_key)
+    else:
+        found, _ = unlock_device(device, found, unlocker, read_only=read_only)
     recovered = recover(device, found)
     recovered.findings[:0] = slot_findings
     if read_only:

@@ -237,10 +237,38 @@ static void *call(void *argument)
     return NULL;
 }
 
-static void threads_agree_with_memory(int fd, uint32_t backend, uint32_t lba, uint64_t seed, int rounds)
+/* All but the first unit is encrypted, and holds zeros. */
+static void begin_encryption(struct bkv_engine *engine)
+{
+    uint8_t key[BKV_CIPHER_KEY_BYTES];
+    struct bkv_failure failure;
+    for (uint32_t i = 0; i < sizeof key; i++)
+        key[i] = (uint8_t)(3 * i + 1);
+    CHECK(bkv_engine_encrypt(engine, key, UNIT / 2, IMAGE_BYTES, &failure) == -EINVAL);
+    for (int i = 0; i < 2; i++)
+        CHECK(bkv_engine_encrypt(engine, key, UNIT, IMAGE_BYTES, &failure) == 0);
+    uint8_t *zeros = map(IMAGE_BYTES);
+    struct bkv_transfer transfer = {.payload_bytes = IMAGE_BYTES, .extent_count = 1, .segment_count = 1};
+    struct bkv_extent extent = {0, IMAGE_BYTES};
+    struct bkv_segment segment = {(uintptr_t)zeros, IMAGE_BYTES};
+    struct bkv_request request = {
+        .transfers = &transfer, .extents = &extent, .segments = &segment,
+        .transfer_count = 1, .extent_count = 1, .segment_count = 1, .direction = BKV_WRITE,
+    };
+    struct bkv_batch *batch;
+    CHECK(bkv_engine_submit(engine, &request, &batch, &failure) == 0);
+    bkv_engine_wait(engine, &batch);
+    CHECK(transfer.result == 0);
+    munmap(zeros, IMAGE_BYTES);
+}
+
+static void threads_agree_with_memory(int fd, uint32_t backend, uint32_t lba, bool encrypted, uint64_t seed,
+                                      int rounds)
 {
     CHECK(ftruncate(fd, 0) == 0 && ftruncate(fd, IMAGE_BYTES) == 0);
     struct bkv_engine *engine = open_engine(fd, backend, lba, IMAGE_BYTES);
+    if (encrypted)
+        begin_encryption(engine);
     struct caller callers[THREADS];
     for (int i = 0; i < THREADS; i++) {
         callers[i] = (struct caller){
@@ -257,7 +285,8 @@ static void threads_agree_with_memory(int fd, uint32_t backend, uint32_t lba, ui
     CHECK(bkv_engine_discard(engine, 0, UNIT) == 0);
     struct bkv_counters counters;
     bkv_engine_counters(engine, &counters);
-    CHECK(counters.bounced_bytes && counters.direct_bytes && counters.hashed_bytes && counters.coalesced_requests);
+    CHECK(counters.bounced_bytes && counters.hashed_bytes && counters.coalesced_requests);
+    CHECK(!counters.direct_bytes == encrypted);
     bkv_engine_free(engine);
 }
 
@@ -395,7 +424,7 @@ static void closing_waits_for_batches(int fd, uint32_t backend)
 }
 
 /* Plans random batches and looks at the memory of every request. Returns how many gaps there are inside requests. */
-static uint32_t plan_requests(uint32_t boundary, uint64_t seed, int rounds)
+static uint32_t plan_requests(uint32_t boundary, bool stage_all, uint64_t seed, int rounds)
 {
     enum { REQUEST_BYTES = 128 << 10, SEGMENTS = 20 };
     struct bkv_options options = {
@@ -419,7 +448,7 @@ static uint32_t plan_requests(uint32_t boundary, uint64_t seed, int rounds)
         struct bkv_plan_totals totals = {0};
         uint64_t planned = 0, described = 0;
         CHECK(bkv_batch_open(&batch, &request, &options, &failure) == 0);
-        CHECK(bkv_plan(batch, &options, REQUEST_BYTES, &regions, &totals) == 0);
+        CHECK(bkv_plan(batch, &options, REQUEST_BYTES, stage_all, &regions, &totals) == 0);
         for (uint32_t i = 0; i < plan->extent_count; i++)
             described += plan->extents[i].length_bytes;
         for (uint32_t i = 0; i < batch->operation_count; i++) {
@@ -436,6 +465,12 @@ static uint32_t plan_requests(uint32_t boundary, uint64_t seed, int rounds)
             }
             CHECK(length == operation->length_bytes && length && length <= REQUEST_BYTES);
             CHECK(pages <= SEGMENTS);
+            if (stage_all) {
+                CHECK(operation->iov_count == 1 && operation->staging_bytes == length);
+                CHECK(operation->offset_bytes % UNIT == 0 && length % UNIT == 0);
+                for (uint32_t j = 0; j < operation->part_count; j++)
+                    CHECK(operation->parts[j].start_bytes % UNIT == 0 && operation->parts[j].length_bytes % UNIT == 0);
+            }
             CHECK(operation->staging_bytes <= 2 * REQUEST_BYTES);
             planned += length;
         }
@@ -528,15 +563,18 @@ int main(int argc, char **argv)
     int fd = open(argv[1], O_RDWR | O_CREAT | O_DIRECT, 0600);
     CHECK(fd >= 0);
     for (uint32_t backend = BKV_BACKEND_IO_URING; backend <= BKV_BACKEND_THREADS; backend++) {
-        threads_agree_with_memory(fd, backend, backend ? 512 : 4096, seed, rounds);
-        threads_agree_with_memory(fd, backend, backend ? 4096 : 512, seed + 1, rounds);
+        for (int encrypted = 0; encrypted < 2; encrypted++) {
+            threads_agree_with_memory(fd, backend, backend ? 512 : 4096, encrypted, seed, rounds);
+            threads_agree_with_memory(fd, backend, backend ? 4096 : 512, encrypted, seed + 1, rounds);
+        }
         garbage_is_refused(fd, backend, seed, 20 * rounds);
         for (int i = 0; i < 4; i++)
             errors_stay_with_their_transfer(fd, backend, i % 2, i / 2);
         closing_waits_for_batches(fd, backend);
     }
-    CHECK(plan_requests(0, seed, rounds) > 0);
-    CHECK(plan_requests(UNIT, seed, rounds) == 0);
+    CHECK(plan_requests(0, false, seed, rounds) > 0);
+    CHECK(plan_requests(UNIT, false, seed, rounds) == 0);
+    CHECK(plan_requests(0, true, seed, rounds) == 0);
     commands_say_what_their_operation_does();
     answers_are_those_of_the_driver(fd);
     close(fd);

@@ -30,6 +30,7 @@ def build(target: Path, *flags: str, driver: Path = DRIVER) -> Path:
         str(driver),
         *SOURCES,
         "-luring",
+        "-ldl",
     ]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return target
