@@ -42,6 +42,7 @@ from blockkv.errors import (
 )
 
 if TYPE_CHECKING:
+    from blockkv.encryption.secret import Passphrase
     from blockkv.kv_layout import KVLayout, Part
     from blockkv.memory import empty
     from blockkv.prefix import Family, PrefixChain, prefix_keys
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
         Watch,
     )
     from blockkv.store import format_device as format
+    from blockkv.store.key_slot_changes import add_key_slot, key_slots, remove_key_slot
+    from blockkv.store.wipe import WipeReport
+    from blockkv.store.wipe import wipe_device as wipe
 
 __all__ = [
     "ArrayStore",
@@ -93,6 +97,7 @@ __all__ = [
     "OccupiedError",
     "OwnerLost",
     "Part",
+    "Passphrase",
     "Place",
     "PrefixChain",
     "ScrubReport",
@@ -104,13 +109,18 @@ __all__ = [
     "TieredStore",
     "VersionTooNew",
     "Watch",
+    "WipeReport",
     "WrongKey",
     "WrongStore",
     "__version__",
+    "add_key_slot",
     "empty",
     "format",
+    "key_slots",
     "open",
     "prefix_keys",
+    "remove_key_slot",
+    "wipe",
 ]
 
 __version__ = "0.1.0"
@@ -134,6 +144,7 @@ _LAZY = {
     "Latency": ("blockkv.store", "Latency"),
     "MemoryBudget": ("blockkv.residency", "MemoryBudget"),
     "Part": ("blockkv.kv_layout", "Part"),
+    "Passphrase": ("blockkv.encryption.secret", "Passphrase"),
     "Place": ("blockkv.residency", "Place"),
     "PrefixChain": ("blockkv.prefix", "PrefixChain"),
     "ScrubReport": ("blockkv.store", "ScrubReport"),
@@ -141,10 +152,15 @@ _LAZY = {
     "StoreFuture": ("blockkv.store", "StoreFuture"),
     "TieredStore": ("blockkv.residency", "TieredStore"),
     "Watch": ("blockkv.store", "Watch"),
+    "WipeReport": ("blockkv.store.wipe", "WipeReport"),
+    "add_key_slot": ("blockkv.store.key_slot_changes", "add_key_slot"),
     "empty": ("blockkv.memory", "empty"),
     "format": ("blockkv.store", "format_device"),
+    "key_slots": ("blockkv.store.key_slot_changes", "key_slots"),
     "open": ("blockkv.serving.opening", "open_any"),
     "prefix_keys": ("blockkv.prefix", "prefix_keys"),
+    "remove_key_slot": ("blockkv.store.key_slot_changes", "remove_key_slot"),
+    "wipe": ("blockkv.store.wipe", "wipe_device"),
 }
 
 

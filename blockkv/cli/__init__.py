@@ -6,13 +6,27 @@
   kv_size.py    calibrate, size               output.py text, JSON, progress    byte_sizes.py  "64MiB"
   doctor.py, examine.py  does the machine suit      top.py  what stores do right now
   serve.py      serve                         archive.py  copy, dump, load    exit_code.py
-  map.py        a picture of the data zone
+  map.py        a picture of the data zone    protection.py   key-slots, wipe
 
 Invariant: importing this package imports neither torch nor rich; `blockkv --help` is instant. Commands
 import what they need when they run.
 """
 
-from blockkv.cli import archive, bench, check, chunk, demo, doctor, inspect, kv_size, map, serve, store, top
+from blockkv.cli import (
+    archive,
+    bench,
+    check,
+    chunk,
+    demo,
+    doctor,
+    inspect,
+    kv_size,
+    map,
+    protection,
+    serve,
+    store,
+    top,
+)
 from blockkv.cli.app import cli
 
 __all__ = [
@@ -27,6 +41,7 @@ __all__ = [
     "kv_size",
     "main",
     "map",
+    "protection",
     "serve",
     "store",
     "top",

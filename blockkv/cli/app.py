@@ -17,6 +17,7 @@ import click
 from blockkv import __version__
 from blockkv.cli.exit_code import MEANINGS, ExitCode, exit_code_of
 from blockkv.cli.output import Output
+from blockkv.encryption.secret import ENVIRONMENT
 from blockkv.errors import BlockKVError
 
 EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {text}" for code, text in MEANINGS.items())
@@ -74,6 +75,11 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (an internal error; --debug shows where)"
 
 
+def _unlock(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None and not context.resilient_parsing:
+        os.environ[ENVIRONMENT] = value
+
+
 def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
         click.echo(f"blockkv {__version__}")
@@ -92,6 +98,14 @@ def _version(context: click.Context, parameter: click.Parameter, value: bool) ->
     expose_value=False,
     callback=_version,
     help="Show the version and exit.",
+)
+@click.option(
+    "--unlock",
+    expose_value=False,
+    callback=_unlock,
+    metavar="SOURCE",
+    help="What opens encrypted stores: passphrase, passphrase-file:PATH, key-file:PATH or "
+    f"keyring:DESCRIPTION (default: the environment variable {ENVIRONMENT}).",
 )
 def cli() -> None:
     """KV-cache chunks straight on a raw NVMe namespace.

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from blockkv.device import namespace
 from blockkv.errors import BlockKVError
@@ -22,6 +22,9 @@ from blockkv.format.geometry import PAGE_BYTES, UNIT_BYTES, slot_offsets
 from blockkv.format.journal import Replay, page_index
 from blockkv.format.record import DeleteRecord, KeyTailRecord, LayoutRecord, PutRecord, RecordView
 from blockkv.format.superblock import Superblock, SuperblockRejected, choose, examine
+
+if TYPE_CHECKING:
+    from blockkv.device.unit_cipher import UnitCipher
 
 READ_BYTES = 1 << 20
 LIVE_ATTEMPTS = 5
@@ -36,6 +39,7 @@ class Image:
         self.size_bytes = size_bytes
         self._descriptor = descriptor
         self._buffer = mmap.mmap(-1, READ_BYTES)
+        self._cipher: UnitCipher | None = None
 
     @classmethod
     @contextmanager
@@ -59,7 +63,8 @@ class Image:
                     self._read_at(page, PAGE_BYTES).ljust(PAGE_BYTES, b"\0")
                     for page in range(start, start + wanted, PAGE_BYTES)
                 )
-            pieces.append(piece.ljust(wanted, b"\0"))
+            piece = piece.ljust(wanted, b"\0")
+            pieces.append(self._cipher.decrypt(start, piece) if self._cipher else piece)
         return b"".join(pieces)
 
     def _read_at(self, offset_bytes: int, length_bytes: int) -> bytes:
@@ -81,8 +86,21 @@ class Image:
         """The superblock a store would be opened with. Raises NotFormatted or VersionTooNew."""
         return choose([data for _, data in self.slots()])
 
+    def _unlock(self, superblock: Superblock) -> None:
+        """From here on what is read is decrypted, if it is encrypted. Raises WrongKey."""
+        if superblock.encryption is None or self._cipher is not None:
+            return
+        from blockkv.device.unit_cipher import UnitCipher
+        from blockkv.encryption.secret import Unlocker
+        from blockkv.store.unlocking import encrypted_range, unlock_superblock, volume_key_of
+
+        key, _ = volume_key_of(self.path, superblock, Unlocker())
+        unlock_superblock(self.path, superblock, key)
+        self._cipher = UnitCipher(key.cipher_key, *encrypted_range(superblock.geometry))
+
     def replay(self, superblock: Superblock) -> Replay:
-        """The journal from the anchor on."""
+        """The journal from the anchor on. Raises WrongKey."""
+        self._unlock(superblock)
         geometry = superblock.geometry
         return Replay(
             lambda sequence: self.read(
@@ -92,7 +110,8 @@ class Image:
         )
 
     def checkpoint(self, superblock: Superblock) -> CheckpointReader:
-        """The records of the current checkpoint."""
+        """The records of the current checkpoint. Raises WrongKey."""
+        self._unlock(superblock)
         start = superblock.checkpoint_zone.offset_bytes
         # The page count is the image's word; beyond its end there is nothing to read.
         end = min(start + superblock.checkpoint_page_count * PAGE_BYTES, self.size_bytes)
@@ -102,7 +121,7 @@ class Image:
         )
 
     def contents(self) -> Contents:
-        """Checkpoint and journal together: what the store holds. Raises NotFormatted or VersionTooNew."""
+        """Checkpoint and journal together: what the store holds. Raises as `superblock`, and WrongKey."""
         superblock = self.superblock()
         for _ in range(LIVE_ATTEMPTS):
             found = self._contents(superblock)

@@ -117,6 +117,12 @@ def _superblock_document(found: Superblock | None) -> dict[str, Any] | None:
                 document["array_member_count"] = found.array.member_count
                 document["array_term"] = found.array.term
                 document["array_term_members"] = found.array.term_members
+        elif item.name == "encryption":
+            if found.encryption is not None:
+                slots = enumerate(found.encryption.slots)
+                document["ephemeral"] = found.encryption.ephemeral
+                document["key_slots"] = {index: slot.kind.name.lower() for index, slot in slots if slot}
+                document["header_mac"] = found.encryption.mac.hex()
         elif item.name not in ("uuid", "reserved"):
             document[item.name] = value.hex() if isinstance(value, bytes) else value
     return document

@@ -30,6 +30,12 @@ from blockkv.format.superblock import MAGIC, SUPERBLOCK
 )
 @click.option("--journal", "journal_bytes", type=Size(), help="Journal size (default: 64MiB, less if small).")
 @click.option("--label", help="Name kept in the superblock.")
+@click.option(
+    "--encrypt",
+    metavar="SOURCE",
+    help="Encrypt all but the superblocks, to be opened with this: passphrase, passphrase-file:PATH, "
+    "key-file:PATH, keyring:DESCRIPTION; or ephemeral, for a cache that nobody can read later.",
+)
 @click.option("--force", is_flag=True, help="Overwrite what was found on the device. Never what is in use.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 def format_store(
@@ -39,6 +45,7 @@ def format_store(
     average_chunk_bytes: int,
     journal_bytes: int | None,
     label: str | None,
+    encrypt: str | None,
     force: bool,
     dry_run: bool,
 ) -> None:
@@ -78,6 +85,7 @@ def format_store(
         label=label,
         force=force,
         journal=journal_bytes,
+        encrypt=encrypt,
     )
     for document, facts in zip(documents, info.pop("members", [info]), strict=True):
         document.update(facts, formatted=True)
@@ -87,7 +95,8 @@ def format_store(
             _print_zones(path, geometry)
         data_bytes = sum(geometry.data.size_bytes for _, geometry in plans)
         members = f" on {len(plans)} members of an array" if len(plans) > 1 else ""
-        click.echo(f"formatted, {size_text(data_bytes)} for chunks{members}")
+        encrypted = ", encrypted" if encrypt else ""
+        click.echo(f"formatted, {size_text(data_bytes)} for chunks{members}{encrypted}")
 
     output.document(_joined({**info, "formatted": True}, documents), text)
 

@@ -183,6 +183,8 @@ class Device(ABC):
 
     path: str
     limits: Limits
+    cipher_key: bytes = b""
+    """What `encrypt` was given: whoever else uses the device needs it. Empty where nothing is encrypted."""
 
     @property
     @abstractmethod

@@ -230,6 +230,7 @@ class NativeDevice(Device):
                 errno.ELIBACC,
             )
         self._check(code, _text(failure.message))
+        self.cipher_key = cipher_key
 
     def register(self, address: int, length_bytes: int) -> int:
         self._check_process()

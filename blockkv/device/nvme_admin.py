@@ -134,7 +134,7 @@ def ask(path: str, descriptor: int) -> Drive:
         raise DeviceError(
             f"{path} is no NVMe namespace ({os.strerror(error.errno or 0)})", error.errno
         ) from None
-    controller, _ = _send(path, descriptor, IDENTIFY, 0, IDENTIFY_CONTROLLER, 0, IDENTIFY_BYTES)
+    controller = identify_controller(path, descriptor)
     namespace = identify_namespace(path, descriptor, nsid)
     (attributes,) = struct.unpack_from("<I", controller, 96)
     (atomic_lbas,) = struct.unpack_from("<H", controller, 528)
@@ -162,6 +162,12 @@ def ask(path: str, descriptor: int) -> Drive:
         namespace,
         health,
     )
+
+
+def identify_controller(path: str, descriptor: int) -> bytes:
+    """The Identify Controller data structure. Raises DeviceError as `ask`."""
+    data, _ = _send(path, descriptor, IDENTIFY, 0, IDENTIFY_CONTROLLER, 0, IDENTIFY_BYTES)
+    return data
 
 
 def identify_namespace(path: str, descriptor: int, nsid: int) -> Namespace:

@@ -541,6 +541,7 @@ class SimulatedDevice(Device):
 
         with self._lock:
             self._cipher = UnitCipher(cipher_key, from_bytes, to_bytes)
+            self.cipher_key = cipher_key
 
     def unregister(self, handle: int) -> None:
         with self._lock:

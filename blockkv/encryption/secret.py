@@ -4,8 +4,8 @@ As text, for commands, options of engines and the environment variable BLOCKKV_U
 
     passphrase               asked for on the terminal
     passphrase-file:PATH     the first line of a file
-    key-file:PATH            a file of at least 32 secret bytes: head -c 32 /dev/urandom > PATH
-    keyring:DESCRIPTION      a key of type "user" that request_key(2) finds: keyctl padd user DESCRIPTION @u < PATH
+    key-file:PATH            a file of at least 32 secret bytes, as from head -c 32 /dev/urandom
+    keyring:DESCRIPTION      a key of type "user" that request_key(2) finds, as from keyctl padd
 
 A key file and a key of a keyring are the same to a store if they hold the same bytes.
 
@@ -65,7 +65,7 @@ Unlock = str | bytes | Passphrase
 
 
 class Unlocker:
-    """What was given to unlock stores, or else what BLOCKKV_UNLOCK names: read, or asked for, once it is needed."""
+    """What was given to unlock stores, or else what BLOCKKV_UNLOCK names: read, or asked for, when needed."""
 
     def __init__(self, given: Unlock | None = None) -> None:
         self.is_explicit = given is not None
@@ -109,7 +109,7 @@ def parse_unlock(given: Unlock, new: bool = False) -> Passphrase | Secret:
 
 def _asked(new: bool) -> Passphrase:
     if not sys.stdin.isatty():
-        raise WrongKey("nobody can be asked for the passphrase: this is no terminal; use passphrase-file:PATH")
+        raise WrongKey("nobody can be asked for the passphrase here: use passphrase-file:PATH")
     text = getpass.getpass("passphrase: ")
     if new and getpass.getpass("once more: ") != text:
         raise InvalidArgument("the passphrases differ")
@@ -141,7 +141,7 @@ def _read_keyring(description: str) -> bytes:
         )
     if length < 0:
         raise WrongKey(
-            f'the keyring has no key of type "user" named {description!r}: {os.strerror(ctypes.get_errno())}; '
-            f"keyctl padd user {description} @u < PATH"
+            f'no key of type "user" named {description!r} in the keyring: {os.strerror(ctypes.get_errno())}; '
+            f"add it: keyctl padd user {description} @u < PATH"
         )
     return buffer.raw[:length]

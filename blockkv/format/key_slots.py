@@ -1,8 +1,8 @@
 """Key slots: the volume key of an encrypted store, wrapped once for everything that may open it.
 
-Eight slots of 120 bytes lie in every superblock. A slot in use holds the 32 bytes of the volume key, encrypted
-and authenticated with AES-256-GCM under a key that is derived from a passphrase (Argon2id) or from a secret
-(HKDF-SHA256). Whoever has neither learns nothing from it but these parameters.
+Eight slots of 120 bytes lie in every superblock. A slot in use holds the 32 bytes of the volume key,
+encrypted and authenticated with AES-256-GCM under a key that is derived from a passphrase (Argon2id) or from
+a secret (HKDF-SHA256). Whoever has neither learns nothing from it but these parameters.
 
 The additional data of the GCM are the store's uuid and the slot up to its nonce, so that a slot of another
 store, or one with cheaper parameters, does not open.
@@ -124,7 +124,9 @@ def _decode(data: bytes, index: int) -> KeySlot | None:
         return None
     if values["kind"] == KeySlotKind.PASSPHRASE:
         possible = (
-            1 <= lanes <= MAX_LANES and 8 * lanes <= memory_kib <= MAX_MEMORY_KIB and 1 <= passes <= MAX_PASSES
+            1 <= lanes <= MAX_LANES
+            and 8 * lanes <= memory_kib <= MAX_MEMORY_KIB
+            and 1 <= passes <= MAX_PASSES
         )
     else:
         possible = values["kind"] == KeySlotKind.SECRET and not (memory_kib or passes or lanes)

@@ -10,7 +10,7 @@ older blockkv recognises a newer store and refuses it instead of calling the dev
 All fields that change after formatting lie in the first 512 bytes: on a drive that writes 512-byte sectors
 whole, a slot cannot be torn into a mixture. What a member of an array and an encrypted store say behind them
 does not change, and is written to every slot at once; but for the authentication code of an encrypted store,
-which is another with each superblock: there a torn slot is one with a wrong checksum, and counts as not written.
+which is another in each superblock: there a slot can be torn, and counts as not written.
 
 Not here: reading and writing the slots, and when (`blockkv.store`).
 """
@@ -312,9 +312,7 @@ class Superblock:
         return xxh3_128_digest(content) + content
 
     def unlocked(self, mac_key: bytes) -> Superblock | None:
-        """The same with the key, so that it and what follows can be encoded; None where it was not written with
-        that key.
-        """
+        """The same with the key, so that it can be encoded; None where it was not written with that key."""
         assert self.encryption
         with_key = replace(self, encryption=replace(self.encryption, mac_key=mac_key))
         code = with_key.encode(slots_of(self.generation)[0])[_MAC_OFFSET:][: len(self.encryption.mac)]

@@ -66,6 +66,7 @@ from blockkv.store.preloads import Preloads
 from blockkv.store.scrub import ScrubReport
 from blockkv.store.store import BELONGS_TO_PARENT, COUNTERS, ChunkInfo, Store, StoreFuture, several_keys
 from blockkv.store.streams import StreamPool
+from blockkv.store.unlocking import encrypted_range
 from blockkv.store.watch import Watch
 from blockkv.tensors import Tensors, describe
 
@@ -231,6 +232,12 @@ class ClientStore(Store):
         engine = "auto" if self._engine == "passthrough" else self._engine
         device = NativeDevice(device_fd, path, limits, engine=engine, depth=self._depth, lifeline=lifeline)
         descriptors.clear()  # the device has them now
+        if welcome.cipher_key:
+            try:
+                device.encrypt(welcome.cipher_key, *encrypted_range(found.geometry))
+            except BaseException:
+                device.close()
+                raise
         connection = Connection(raw, frames, self._path)
         data_path = ClientPath(connection, device, found.geometry, self._options, self._counters, PATIENCE_S)
         return _Session(connection, device, welcome, data_path, found.uuid)

@@ -232,6 +232,7 @@ class Owner:
             self._device.path,
             json.dumps(asdict(self._device.limits)),
             self._opened_sequence,
+            self._device.cipher_key,
         )
 
     @contextlib.contextmanager

@@ -80,7 +80,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 """Of everything in this file. An owner and a client of different versions do not talk."""
 
 HEADER = struct.Struct("<IHHQQ")
@@ -328,6 +328,8 @@ class Welcome(Message):
     opened_sequence: U64
     """The newest log sequence that was on the device when this epoch began: what the one before had logged up
     to there was durable. 0: nobody can say."""
+    cipher_key: Raw
+    """Of a device that is encrypted, which a client decrypts itself; else empty."""
 
 
 @_message(3)

@@ -27,7 +27,7 @@ from blockkv.encryption.secret import Passphrase, Secret, Unlock, parse_unlock
 from blockkv.encryption.volume_key import NO_SLOTS, VolumeKey, only_slot, wrap
 from blockkv.errors import DeviceBusy, DeviceError, DeviceLost, DeviceReadOnly, InvalidArgument
 from blockkv.format import geometry, superblock
-from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY
+from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY, Geometry
 from blockkv.format.superblock import Encryption, Membership, Superblock
 from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
@@ -75,9 +75,9 @@ def format_device(
     `force` overrides content (signatures, partition tables, an older store, other data), never a use.
 
     `encrypt`: what the store is to be opened with, as text ("key-file:PATH", "passphrase-file:PATH",
-    "keyring:DESCRIPTION", "passphrase": asked for), a secret of at least 32 bytes, or a `Passphrase`. All but
-    the superblocks is encrypted then, with AES-256-XTS. "ephemeral": with a key that is never written down, so
-    that every open for writing finds an empty store, and nobody ever finds what was in it.
+    "keyring:DESCRIPTION", "passphrase": asked for), a secret of at least 32 bytes, or a `Passphrase`. All
+    but the superblocks is encrypted then, with AES-256-XTS. "ephemeral": with a key that is never written
+    down, so that every open for writing finds an empty store, and nobody ever finds what was in it.
 
     Raises DeviceBusy (mounted, held, open elsewhere), OccupiedError, DeviceReadOnly, DeviceTooSmall,
     DeviceError, InvalidArgument. Nothing was written then.
@@ -94,7 +94,15 @@ def format_device(
         ]
         places = _places(len(devices))
         firsts = [
-            _first_superblock(device, average_chunk_bytes, journal_bytes, label, place)
+            _first_superblock(
+                device,
+                geometry.plan(
+                    device.limits.size_bytes, device.limits.lba_bytes, average_chunk_bytes, journal_bytes
+                ),
+                average_chunk_bytes,
+                label,
+                place,
+            )
             for device, place in zip(devices, places, strict=True)
         ]
         if encrypt is not None:
@@ -269,20 +277,19 @@ def _create_file(path: str | os.PathLike[str], size_bytes: int) -> bool:
 
 def _first_superblock(
     device: Device,
+    shape: Geometry,
     average_chunk_bytes: int,
-    journal_bytes: int | None,
     label: str | None,
     array: Membership | None,
 ) -> Superblock:
     """The superblock of generation 1. Raises for whatever does not fit, before any write."""
-    limits = device.limits
-    if limits.read_only:
+    if device.limits.read_only:
         raise DeviceReadOnly(f"{device.path} is read-only")
     first = Superblock(
         uuid=uuid.uuid4().bytes,
         generation=1,
         epoch=1,
-        geometry=geometry.plan(limits.size_bytes, limits.lba_bytes, average_chunk_bytes, journal_bytes),
+        geometry=shape,
         checkpoint_area=0,
         checkpoint_id=os.urandom(16),
         checkpoint_page_count=0,
@@ -312,12 +319,18 @@ def begin_anew(device: Device, found: Superblock) -> tuple[Superblock, VolumeKey
 
     Its chunks are lost already: nobody has their key. Raises DeviceError.
     """
-    assert found.encryption and found.encryption.ephemeral
-    identity = uuid.uuid4().bytes
-    key = VolumeKey.new(identity)
+    assert found.encryption is not None
+    key = VolumeKey.new(found.uuid)
+    shape = geometry.plan(
+        device.limits.size_bytes,
+        device.limits.lba_bytes,
+        found.average_chunk_bytes,
+        found.geometry.journal.size_bytes,
+    )
     first = replace(
-        _first_superblock(device, found.average_chunk_bytes, found.geometry.journal.size_bytes, found.label, found.array),
-        uuid=identity,
+        _first_superblock(device, shape, found.average_chunk_bytes, found.label, found.array),
+        uuid=found.uuid,
+        epoch=found.epoch,  # what was leased in it is void
         encryption=replace(found.encryption, mac_key=key.mac_key),
     )
     return _write_store(device, first), key
@@ -337,8 +350,8 @@ def _write_store(device: Device, first: Superblock) -> Superblock:
     device.discard(shape.data.offset_bytes, shape.data.size_bytes)
     write_superblock(device, first)
     if first.array is not None or first.encryption is not None:
-        # What it says behind its first sector stands in every slot from now on: no later write can be torn into
-        # a mixture there.
+        # What it says behind its first sector stands in every slot from now on: no later write can be torn
+        # into a mixture there.
         for generation in range(2, SLOTS_PER_COPY + 1):
             first = replace(first, generation=generation)
             write_superblock(device, first)

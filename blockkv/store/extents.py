@@ -74,6 +74,10 @@ class ChunkExtents:
         self._chunk: Leased | None = chunk
         self._fd = -1
         try:
+            if chunk.state.device.cipher_key:
+                raise InvalidArgument(
+                    f"{chunk.state.device.path} is encrypted: nobody else can use what lies there; take get()"
+                )
             self._fd = chunk.state.device.open_reader()
         except BaseException:
             self.close()

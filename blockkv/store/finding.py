@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from blockkv.catalog.index import Entry
 from blockkv.format.geometry import SLOTS_PER_COPY, Geometry
-from blockkv.format.superblock import Superblock, SuperblockFault, SuperblockRejected
+from blockkv.format.superblock import Superblock, SuperblockFault, SuperblockRejected, slots_of
 
 __all__ = ["Finding", "Remedy", "chunk_finding", "slot_findings"]
 
@@ -70,14 +70,20 @@ def slot_findings(slots: Sequence[Superblock | SuperblockRejected], newest: Supe
     before, and one during a write leaves the old or the new content: everything in use lies in one sector. So
     an older superblock in the tail is no damage. Everything else is: what cannot be believed, a head older
     than what was written after it, nothing where something was.
+
+    The superblocks of an encrypted store have a code in another sector, so there the slot that a crash found
+    being written may be torn.
     """
     found = []
+    being_written = (slots_of(newest.generation)[1], *slots_of(newest.generation + 1))
     for slot_index, slot in enumerate(slots):
         due = newest.generation - (newest.generation - slot_index) % SLOTS_PER_COPY
         is_tail = slot_index >= SLOTS_PER_COPY
         what = ""
         if isinstance(slot, SuperblockRejected):
             before = due - SLOTS_PER_COPY if is_tail else due
+            if newest.encryption and slot.fault is SuperblockFault.TORN and slot_index in being_written:
+                continue
             if slot.fault is not SuperblockFault.BLANK or before > 0:
                 what = str(slot)
         elif slot.uuid != newest.uuid:

@@ -607,10 +607,6 @@ class Store:
         The chunk is leased until that is closed. One that grows is a miss. Raises InvalidArgument (the
         simulated device has no descriptor; the store is encrypted), DeviceError, StoreClosed.
         """
-        if self._state.log.superblock.encryption:
-            raise InvalidArgument(
-                f"{self._where} is encrypted: what lies on its device is of no use to others; take get()"
-            )
         with self._operation():
             (chunk,) = self._lease_chunks([key_digest(encode_key(key))])
             if chunk is None:
@@ -838,7 +834,7 @@ class Store:
             "epoch": superblock.epoch,
             "engine": state.device.engine_name,
             "engine_reason": state.device.engine_reason,
-            "accelerator": asdict(choose(state.options.verify)),
+            "accelerator": asdict(choose(state.options.verify or superblock.encryption is not None)),
             "memory": "through staging, where it is encrypted and decrypted"
             if superblock.encryption
             else "direct where it starts at a multiple of "

@@ -1,10 +1,10 @@
 """Opening what is encrypted: from its superblock to a device that reads and writes plain bytes.
 
-Order: a key slot gives the volume key -> the superblock is authenticated with it -> the device gets the cipher
-key. Nothing else of an encrypted store is read before, and nothing of it is believed.
+Order: a key slot gives the volume key -> the superblock is authenticated with it -> the device gets the
+cipher key. Nothing else of an encrypted store is read before, and nothing of it is believed.
 
-The key of an ephemeral store was in the memory of the process that had it open, and is gone with it: opened for
-writing such a store begins anew, empty, with another key.
+The key of an ephemeral store was in the memory of the process that had it open, and is gone with it: opened
+for writing such a store begins anew, empty, with another key.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def volume_key_of(path: str, found: Superblock, unlocker: Unlocker) -> tuple[Vol
     assert found.encryption
     if found.encryption.ephemeral:
         raise WrongKey(
-            f"{path} holds the ephemeral store {found.uuid_text}: its key was in the memory of the process that "
-            "had it open, and its chunks are gone with it; opened for writing it begins anew"
+            f"{path} holds the ephemeral store {found.uuid_text}: its key was in the memory of the process "
+            "that had it open, and its chunks are gone with it; opened for writing it begins anew"
         )
     given = unlocker.secret()
     if given is None:
@@ -75,8 +75,8 @@ def unlock_superblock(path: str, found: Superblock, key: VolumeKey) -> Superbloc
     unlocked = found.unlocked(key.mac_key)
     if unlocked is None:
         raise FormatError(
-            f"{path}: the newest superblock of the store {found.uuid_text}, generation {found.generation}, was "
-            "changed by somebody without its key; nothing on the device is to be trusted"
+            f"{path}: the newest superblock of the store {found.uuid_text}, generation {found.generation}, "
+            "was changed by somebody without its key; nothing on the device is to be trusted"
         )
     return unlocked
 

@@ -126,7 +126,7 @@ def test_another_version_is_told(raw: Callable[[], Raw]) -> None:
         HEADER.pack(2**32 - 1, 1, 0, 1, 0),
         HEADER.pack(4, 1, 7, 1, 0) + bytes(4),
         encode(protocol.Stats(), 1),
-        encode(protocol.Welcome(1, 1, b"", 0, "", "", 0), 1),
+        encode(protocol.Welcome(1, 1, b"", 0, "", "", 0, b""), 1),
     ],
 )
 def test_no_greeting(raw: Callable[[], Raw], sent: bytes) -> None:
@@ -312,7 +312,7 @@ def test_an_owner_that_sends_nonsense(tmp_path: Any) -> None:
     answers = [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         encode(protocol.Answer(1), 1),
-        encode(protocol.Welcome(protocol.VERSION, 1, bytes(4096), 0, "", "{}", 0), 1),
+        encode(protocol.Welcome(protocol.VERSION, 1, bytes(4096), 0, "", "{}", 0, b""), 1),
         struct.pack("<I", 5),
         b"",
     ]

@@ -1,0 +1,149 @@
+"""Making what a store held unreadable, by the strongest means that there is, and saying which it was.
+
+    key        the store is encrypted: all superblocks, which hold the wrapped volume key, are overwritten
+    format     NVMe Format NVM, with a cryptographic erase where the drive has it, else a user data erase
+    overwrite  zeros over every LBA, then a discard
+
+Order: for `overwrite`, all between the superblocks -> superblocks, each flushed -> the rest of both ends ->
+flush -> discard -> the superblocks are read again. Cut short, the store is still found, to be wiped again.
+
+A drive keeps old copies of LBAs that it has moved, and spare ones that nobody can address. `format` reaches
+them; `key` and `overwrite` do not, which for `key` matters only as far as such a copy is of a superblock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from blockkv.device import namespace
+from blockkv.device.base import UNIT_BYTES, Device
+from blockkv.device.engine import NativeDevice
+from blockkv.device.nvme_erase import Eraser, eraser_of
+from blockkv.errors import BlockKVError, DeviceError, InvalidArgument, WrongStore
+from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, slot_offsets
+from blockkv.format.superblock import Superblock
+from blockkv.store.interrupts import interrupts
+from blockkv.store.recovery import read_superblock
+
+__all__ = ["Method", "WipeReport", "wipe_device"]
+
+Method = Literal["key", "format", "overwrite"]
+Progress = Callable[[int, int], None]
+PIECE_BYTES = 8 * MEBIBYTE
+
+
+@dataclass(frozen=True, slots=True)
+class WipeReport:
+    """What was done, and what it is worth."""
+
+    path: str
+    store: str
+    """The uuid of the store that was there."""
+    method: Method
+    what: str
+    overwritten_bytes: int
+    discarded: bool
+
+
+def wipe_device(
+    path: str | os.PathLike[str],
+    store: str,
+    method: Method | None = None,
+    progress: Progress | None = None,
+) -> WipeReport:
+    """Wipe the device or file that holds the store with the uuid `store`, which is the consent to it.
+
+    Without `method` the first that is possible: "key", "format", "overwrite". `progress(done, total)` is in
+    bytes.
+
+    Raises WrongStore where another store is there, NotFormatted where none is, InvalidArgument for a method
+    that is not possible there, DeviceBusy, DeviceError.
+    """
+    if method not in (None, "key", "format", "overwrite"):
+        raise InvalidArgument(f"method is {method!r}; use 'key', 'format' or 'overwrite'")
+    descriptor, canonical, limits = namespace.open_namespace(path)
+    with interrupts, contextlib.closing(NativeDevice(descriptor, canonical, limits)) as device:
+        device.flush()
+        found, _ = read_superblock(device)
+        if found.uuid_text != store:
+            raise WrongStore(f"{canonical} holds the store {found.uuid_text}, and {store} was to be wiped")
+        how = _chosen(device, descriptor, found, method)
+        interrupts.deliver()
+        if isinstance(how, Eraser):
+            how.erase(descriptor)
+            kind = "cryptographic erase" if how.cryptographic else "user data erase"
+            _check(device, found)
+            return WipeReport(
+                canonical, store, "format", f"the drive erased the namespace: Format NVM, {kind}", 0, False
+            )
+        overwritten_bytes = _overwrite_between(device, progress) if how == "overwrite" else 0
+        overwritten_bytes += _overwrite_ends(device, found)
+        device.flush()
+        discarded = bool(limits.discard_granularity_bytes)
+        with contextlib.suppress(DeviceError):  # it is erased without it
+            device.discard(0, limits.size_bytes // UNIT_BYTES * UNIT_BYTES)
+        device.flush()
+        _check(device, found)
+    if how == "key":
+        what = "the key is destroyed: all superblocks, with what it was wrapped in, are overwritten"
+    else:
+        what = "every LBA is overwritten; what the drive has moved or keeps in spare is out of reach"
+    return WipeReport(canonical, store, how, what, overwritten_bytes, discarded)
+
+
+def _chosen(
+    device: NativeDevice, descriptor: int, found: Superblock, method: Method | None
+) -> Eraser | Literal["key", "overwrite"]:
+    if method == "key" or (method is None and found.encryption):
+        if not found.encryption:
+            raise InvalidArgument(f"{device.path} is not encrypted: there is no key to destroy")
+        return "key"
+    if method == "overwrite":
+        return "overwrite"
+    eraser = eraser_of(device.path, descriptor)
+    if isinstance(eraser, str):
+        if method == "format":
+            raise InvalidArgument(f"{device.path} cannot be erased by Format NVM: {eraser}")
+        return "overwrite"
+    return eraser
+
+
+def _overwrite_between(device: Device, progress: Progress | None) -> int:
+    size_bytes = device.limits.size_bytes // UNIT_BYTES * UNIT_BYTES
+    zeros = bytes(PIECE_BYTES)
+    for offset in range(MEBIBYTE, size_bytes, PIECE_BYTES):
+        interrupts.deliver()
+        end = min(offset + PIECE_BYTES, slot_offsets(size_bytes)[SLOTS_PER_COPY])
+        if end > offset:
+            device.write(offset, zeros[: end - offset])
+        if progress:
+            progress(min(offset + PIECE_BYTES, size_bytes), size_bytes)
+    return slot_offsets(size_bytes)[SLOTS_PER_COPY] - MEBIBYTE
+
+
+def _overwrite_ends(device: Device, found: Superblock) -> int:
+    """Zeros where superblocks of this store are, and then over both ends of store and device."""
+    size_bytes = device.limits.size_bytes // UNIT_BYTES * UNIT_BYTES
+    offsets = sorted({*found.geometry.slot_offsets, *slot_offsets(size_bytes)})
+    for offset in offsets:
+        device.write(offset, bytes(UNIT_BYTES))
+        device.flush()
+    tails = {found.geometry.slot_offsets[SLOTS_PER_COPY], slot_offsets(size_bytes)[SLOTS_PER_COPY]}
+    ends = [(0, MEBIBYTE), *((tail, min(2 * MEBIBYTE, size_bytes - tail)) for tail in sorted(tails))]
+    for offset, length_bytes in ends:
+        device.write(offset, bytes(length_bytes))
+    return sum(length_bytes for _, length_bytes in ends)
+
+
+def _check(device: Device, found: Superblock) -> None:
+    """Raises BlockKVError where a superblock is still there."""
+    for offset in found.geometry.slot_offsets:
+        if found.uuid in device.read(offset, UNIT_BYTES):
+            raise BlockKVError(
+                f"{device.path}: the superblock at byte {offset} was overwritten and is still there; the "
+                "device does not do what it is told, destroy it"
+            )
