@@ -20,6 +20,7 @@ from blockkv.encryption.volume_key import VolumeKey, wrap
 from blockkv.errors import FormatError, InvalidArgument, NotFormatted, WrongKey
 from blockkv.format import key_slots, superblock
 from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, slot_offsets
+from blockkv.format.record import key_digest
 from blockkv.format.superblock import SUPERBLOCK
 from blockkv.store.unlocking import encrypted_range
 from blockkv.testing import Crash, SimulatedDevice
@@ -43,7 +44,7 @@ def assert_no_plaintext(image: bytes) -> None:
         assert (PATTERN * 2)[start : start + 16] not in image
     assert KEY.encode() not in image
     assert KEY.encode()[7:] not in image
-    assert xxhash.xxh3_128_digest(KEY.encode()) not in image
+    assert key_digest(KEY.encode()) not in image
 
 
 def blank(**options: object) -> SimulatedDevice:
@@ -96,6 +97,7 @@ def test_the_device_holds_no_plaintext(block_targets: Callable[[int], Path], eng
     plain = UnitCipher(cipher_key, *encrypted_range(shape)).decrypt(0, image[: len(image) // 4096 * 4096])
     assert PATTERN * 1000 in plain
     assert KEY.encode() in plain
+    assert key_digest(KEY.encode()) in plain
 
 
 @pytest.mark.parametrize("sector_bytes", [512, 4096])
