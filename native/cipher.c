@@ -109,7 +109,7 @@ void bkv_cipher_close(struct bkv_cipher *cipher)
     free(cipher);
 }
 
-static bool convert(struct bkv_cipher *cipher, int encrypt, uint64_t offset_bytes, uint8_t *bytes,
+static bool convert(struct bkv_cipher *cipher, int encrypt, uint64_t offset_bytes, uint8_t *to, const uint8_t *from,
                     uint32_t length_bytes)
 {
     pthread_mutex_lock(&cipher->mutex);
@@ -123,14 +123,16 @@ static bool convert(struct bkv_cipher *cipher, int encrypt, uint64_t offset_byte
     bool converted = true;
     for (uint32_t done = 0; converted && done < length_bytes; done += BKV_UNIT_BYTES) {
         uint64_t at = offset_bytes + done, unit = at / BKV_UNIT_BYTES;
-        if (at < cipher->from_bytes || at >= cipher->to_bytes)
+        if (at < cipher->from_bytes || at >= cipher->to_bytes) {
+            memmove(to + done, from + done, BKV_UNIT_BYTES);
             continue;
+        }
         uint8_t tweak[TWEAK_BYTES] = {0};
         for (int i = 0; i < 8; i++)
             tweak[i] = (uint8_t)(unit >> 8 * i);
         int out_bytes = 0;
         converted = crypto.init(context, NULL, NULL, NULL, tweak, AS_BEFORE) == 1
-                    && crypto.update(context, bytes + done, &out_bytes, bytes + done, BKV_UNIT_BYTES) == 1
+                    && crypto.update(context, to + done, &out_bytes, from + done, BKV_UNIT_BYTES) == 1
                     && out_bytes == BKV_UNIT_BYTES;
     }
 
@@ -142,12 +144,14 @@ static bool convert(struct bkv_cipher *cipher, int encrypt, uint64_t offset_byte
     return converted;
 }
 
-bool bkv_cipher_encrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *bytes, uint32_t length_bytes)
+bool bkv_cipher_encrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *to, const uint8_t *from,
+                        uint32_t length_bytes)
 {
-    return convert(cipher, ENCRYPT, offset_bytes, bytes, length_bytes);
+    return convert(cipher, ENCRYPT, offset_bytes, to, from, length_bytes);
 }
 
-bool bkv_cipher_decrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *bytes, uint32_t length_bytes)
+bool bkv_cipher_decrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *to, const uint8_t *from,
+                        uint32_t length_bytes)
 {
-    return convert(cipher, DECRYPT, offset_bytes, bytes, length_bytes);
+    return convert(cipher, DECRYPT, offset_bytes, to, from, length_bytes);
 }

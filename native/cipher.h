@@ -20,8 +20,11 @@ struct bkv_cipher *bkv_cipher_open(const uint8_t key[BKV_CIPHER_KEY_BYTES], uint
                                    uint32_t users, struct bkv_failure *failure);
 void bkv_cipher_close(struct bkv_cipher *cipher);
 
-/* In place, whole units of the device from `offset_bytes` on. False: libcrypto failed, and the bytes are undefined. */
-bool bkv_cipher_encrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *bytes, uint32_t length_bytes);
-bool bkv_cipher_decrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *bytes, uint32_t length_bytes);
+/* Whole units of the device from `offset_bytes` on; `to` may be `from`. False: libcrypto failed, and what is at `to` is
+ * undefined. */
+bool bkv_cipher_encrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *to, const uint8_t *from,
+                        uint32_t length_bytes);
+bool bkv_cipher_decrypt(struct bkv_cipher *cipher, uint64_t offset_bytes, uint8_t *to, const uint8_t *from,
+                        uint32_t length_bytes);
 
 #endif

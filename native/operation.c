@@ -144,27 +144,43 @@ uint64_t bkv_operation_mark_leaves(struct bkv_operation *operation)
     return marked;
 }
 
-/* Turns what is staged of a part into what the device keeps. What cannot be encrypted is not written as it is. */
-static void encrypt(struct bkv_engine *engine, struct bkv_operation *operation, const struct bkv_part *part)
+/* Where the first byte of a piece of a part's payload lies on the device. */
+static uint64_t device_offset(const struct bkv_operation *operation, const struct bkv_part *part, uint64_t at)
 {
-    uint8_t *bytes = operation->staging + part->start_bytes;
-    if (bkv_cipher_encrypt(engine->cipher, operation->offset_bytes + part->start_bytes, bytes, part->length_bytes))
+    return operation->offset_bytes + part->start_bytes + (at - part->payload_offset);
+}
+
+/* Whether the cipher takes the pieces of a part one by one, from or to where the caller has them: all of them are whole
+ * units. Staging then holds nothing but ciphertext. */
+static bool is_piecewise(const struct bkv_engine *engine, const struct bkv_operation *operation,
+                         const struct part_copies *copies)
+{
+    const struct bkv_transfer *transfer = &operation->batch->transfers[copies->part->transfer];
+    return engine->cipher && copies->whole && copies->part->payload_bytes % BKV_UNIT_BYTES == 0
+           && transfer->leaf_bytes % BKV_UNIT_BYTES == 0;
+}
+
+/* Encrypts to staging what is to be written; what cannot be encrypted is not written as it is. */
+static void encrypt(struct bkv_engine *engine, struct bkv_operation *operation, const struct bkv_part *part,
+                    uint64_t at, const uint8_t *from, uint64_t length_bytes)
+{
+    uint8_t *to = operation->staging + part->start_bytes + (at - part->payload_offset);
+    uint64_t offset_bytes = device_offset(operation, part, at);
+    if (bkv_cipher_encrypt(engine->cipher, offset_bytes, to, from, (uint32_t)length_bytes))
         return;
-    memset(bytes, 0, part->length_bytes);
+    memset(to, 0, length_bytes);
     bkv_batch_fail(operation->batch, part->transfer, -EIO);
 }
 
-/* The other way round, of all parts that arrived. */
-static void decrypt(struct bkv_engine *engine, struct bkv_operation *operation)
+/* Decrypts from staging what has arrived. False: it did not, now. */
+static bool decrypt(struct bkv_engine *engine, struct bkv_operation *operation, const struct bkv_part *part,
+                    uint64_t at, uint8_t *to, uint64_t length_bytes)
 {
-    for (struct bkv_part *part = operation->parts; part < operation->parts + operation->part_count; part++) {
-        if (part->result
-            || bkv_cipher_decrypt(engine->cipher, operation->offset_bytes + part->start_bytes,
-                                  operation->staging + part->start_bytes, part->length_bytes))
-            continue;
-        part->result = -EIO;
-        bkv_batch_fail(operation->batch, part->transfer, -EIO);
-    }
+    const uint8_t *from = operation->staging + part->start_bytes + (at - part->payload_offset);
+    if (bkv_cipher_decrypt(engine->cipher, device_offset(operation, part, at), to, from, (uint32_t)length_bytes))
+        return true;
+    bkv_batch_fail(operation->batch, part->transfer, -EIO);
+    return false;
 }
 
 void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *operation)
@@ -173,6 +189,7 @@ void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *oper
     uint64_t settled = 0, hashed_bytes = 0;
     for (struct part_copies copies = {0}; next_part(operation, &copies);) {
         const struct bkv_transfer *transfer = &batch->transfers[copies.part->transfer];
+        bool piecewise = is_piecewise(engine, operation, &copies);
         for (const struct bkv_copy *copy = copies.first; copy < copies.end; copy++) {
             uint8_t *target = operation->staging + copy->staging_offset;
             if (!copy->address) {
@@ -186,15 +203,19 @@ void bkv_operation_copy_in(struct bkv_engine *engine, struct bkv_operation *oper
             uint64_t start = copies.part->payload_offset, end = start + copies.part->payload_bytes;
             for (uint64_t at = start, stop; at < end; at = stop) {
                 stop = piece_end(transfer, copies.part, at);
-                memcpy(target + (at - start), copy->address + (at - start), stop - at);
+                if (piecewise)
+                    encrypt(engine, operation, copies.part, at, copy->address + (at - start), stop - at);
+                else
+                    memcpy(target + (at - start), copy->address + (at - start), stop - at);
                 if (is_marked(batch, copies.part, at)) {
                     hashed_bytes += bkv_batch_hash(batch, copies.part->transfer, at / transfer->leaf_bytes);
                     settled++;
                 }
             }
         }
-        if (engine->cipher)
-            encrypt(engine, operation, copies.part);
+        if (engine->cipher && !piecewise)
+            encrypt(engine, operation, copies.part, copies.part->payload_offset,
+                    operation->staging + copies.part->start_bytes, copies.part->length_bytes);
     }
     bkv_count(&engine->counts.hashed_bytes, hashed_bytes);
     if (settled)
@@ -213,10 +234,13 @@ uint64_t bkv_operation_arrived(struct bkv_engine *engine, struct bkv_operation *
 {
     struct bkv_batch *batch = operation->batch;
     uint64_t settled = 0;
-    if (engine->cipher)
-        decrypt(engine, operation);
     for (struct part_copies copies = {0}; next_part(operation, &copies);) {
         const struct bkv_transfer *transfer = &batch->transfers[copies.part->transfer];
+        bool piecewise = is_piecewise(engine, operation, &copies);
+        if (engine->cipher && !piecewise && !copies.part->result
+            && !decrypt(engine, operation, copies.part, copies.part->payload_offset,
+                        operation->staging + copies.part->start_bytes, copies.part->length_bytes))
+            operation->parts[copies.part - operation->parts].result = -EIO;
         /* After a failure the slot still holds what somebody else staged there. */
         if (copies.whole && !copies.part->result) {
             uint64_t start = copies.part->payload_offset, end = start + copies.part->payload_bytes;
@@ -226,6 +250,13 @@ uint64_t bkv_operation_arrived(struct bkv_engine *engine, struct bkv_operation *
                 struct bkv_part piece = *copies.part;
                 piece.payload_offset = at;
                 piece.payload_bytes = (uint32_t)(stop - at);
+                if (piecewise) {
+                    uint8_t *target = copies.whole->address + (at - start);
+                    bool arrived = decrypt(engine, operation, copies.part, at, target, stop - at);
+                    bool hashed = arrived && bkv_batch_hash_at(batch, &piece, target, hashed_bytes);
+                    settled += hashed ? 1 : bkv_batch_arrived(batch, &piece, hashed_bytes);
+                    continue;
+                }
                 /* A whole leaf is hashed where it is still in a cache, and the copy leaves the caches to the next. */
                 bool hashed = bkv_batch_hash_at(batch, &piece, source + (at - start), hashed_bytes);
                 copy_out(copies.whole->address + (at - start), source + (at - start), stop - at);
