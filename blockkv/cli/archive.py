@@ -15,7 +15,7 @@ import blockkv
 from blockkv.cli.app import StorePath, command, degraded_option, parse_store, store_argument
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
-from blockkv.cli.output import Output
+from blockkv.cli.output import Output, standard_output
 from blockkv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _carried_out(
 @contextlib.contextmanager
 def _written(file: str) -> Iterator[BinaryIO]:
     if file == "-":
-        yield cast(BinaryIO, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+        with standard_output() as stream:
+            yield stream
     else:
         if Path(file).exists():  # it may be a device
             raise InvalidArgument(f"{file} exists; give the name of a new file, or - and redirect")

@@ -17,7 +17,7 @@ import blockkv
 from blockkv.cli.app import StorePath, command, degraded_option, key_argument, parse_key, store_argument
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
-from blockkv.cli.output import Output, key_text, lines
+from blockkv.cli.output import Output, key_text, lines, standard_output
 from blockkv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def get(
         )
         return ExitCode.NEGATIVE
     if file == "-":
-        sys.stdout.buffer.write(content)
-        sys.stdout.buffer.flush()
+        with standard_output() as stream:
+            stream.write(content)
         return None
     with Path(file).open("wb") as target:
         target.write(content)

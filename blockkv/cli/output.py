@@ -7,11 +7,12 @@ terminal only. rich is imported when something is drawn with it, not before: sta
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -20,6 +21,26 @@ PROGRESS_AFTER_S = 0.5
 
 Advance = Callable[[str, int, int], None]
 """Tells a progress bar (what is going on, done, total); total 0: unknown."""
+
+
+@contextlib.contextmanager
+def standard_output() -> Iterator[BinaryIO]:
+    """Stdout for bytes, all of them.
+
+    Where Python does not buffer it (PYTHONUNBUFFERED) a write to a pipe may end halfway and only return so.
+    """
+    stream: BinaryIO = sys.stdout.buffer
+    if not isinstance(stream, io.RawIOBase):
+        yield stream
+        stream.flush()
+        return
+    whole = io.BufferedWriter(stream)
+    try:
+        yield whole
+        whole.flush()
+    finally:
+        with contextlib.suppress(OSError):
+            whole.detach()
 
 
 class Output:

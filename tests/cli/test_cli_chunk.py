@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 from command_line import answered, damage, json_answer
 
 import blockkv
+from blockkv.cli import cli
 from blockkv.cli.exit_code import ExitCode
 
 
@@ -81,6 +85,33 @@ def test_get_never_gives_damaged_bytes(store: Path, payload: Path, tmp_path: Pat
     answer = answered("get", store, "key", tmp_path / "out", code=ExitCode.NEGATIVE)
     assert "verification" in answer.err
     assert not (tmp_path / "out").exists()
+
+
+class Halting(io.RawIOBase):
+    """Takes 1000 bytes at a time and says so, as an unbuffered pipe does that is full."""
+
+    def __init__(self) -> None:
+        self.taken = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.taken += bytes(data[:1000])
+        return min(len(data), 1000)
+
+
+def test_get_writes_all_of_it_where_stdout_is_unbuffered(
+    store: Path, payload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered("put", store, "k", payload)
+    pipe = Halting()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=pipe, flush=lambda: None))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["get", str(store), "k"])
+    assert ended.value.code == 0
+    assert pipe.taken == payload.read_bytes()
+    assert not pipe.closed
 
 
 def test_get_to_stdout_and_json_do_not_mix(store: Path) -> None:
