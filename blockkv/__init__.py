@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         Watch,
     )
     from blockkv.store import format_device as format
+    from blockkv.store import grow_device as grow
     from blockkv.store.key_slot_changes import add_key_slot, key_slots, remove_key_slot
     from blockkv.store.wipe import WipeReport
     from blockkv.store.wipe import wipe_device as wipe
@@ -116,6 +117,7 @@ __all__ = [
     "add_key_slot",
     "empty",
     "format",
+    "grow",
     "key_slots",
     "open",
     "prefix_keys",
@@ -156,6 +158,7 @@ _LAZY = {
     "add_key_slot": ("blockkv.store.key_slot_changes", "add_key_slot"),
     "empty": ("blockkv.memory", "empty"),
     "format": ("blockkv.store", "format_device"),
+    "grow": ("blockkv.store", "grow_device"),
     "key_slots": ("blockkv.store.key_slot_changes", "key_slots"),
     "open": ("blockkv.serving.opening", "open_any"),
     "prefix_keys": ("blockkv.prefix", "prefix_keys"),

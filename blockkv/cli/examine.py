@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockkv.cli.byte_sizes import size_text
+from blockkv.cli.image import Image
 from blockkv.device import holders, nvme_admin
 from blockkv.device.base import Limits
 from blockkv.device.engine import NativeDevice, checksum_variant
 from blockkv.device.namespace import Identity, identify, open_namespace, probe
-from blockkv.errors import BlockKVError, DeviceBusy, DeviceError, DeviceTooSmall
+from blockkv.errors import BlockKVError, DeviceBusy, DeviceError, DeviceTooSmall, FormatError
 from blockkv.format import geometry
 from blockkv.format.geometry import RUN_BYTES
 from blockkv.store.create import DEFAULT_AVERAGE_CHUNK_BYTES, occupants
@@ -288,6 +289,14 @@ def _size(identity: Identity, limits: Limits) -> Iterator[Observation]:
         return
     found = f"{size_text(limits.size_bytes)}, of which {size_text(data.size_bytes)} for payload"
     yield Observation("size", Verdict.GOOD, found)
+    with contextlib.suppress(FormatError), Image.open(identity.path) as image:
+        store = image.superblock()
+        gain = geometry.growable_bytes(store.geometry, limits.size_bytes, store.average_chunk_bytes)
+        if gain:
+            found = f"the device is larger than the store on it, which can grow by {size_text(gain)}"
+            members = " with the other members of its array" if store.array else ""
+            fix = f"# while nobody uses it{members}: blockkv grow {shlex.quote(identity.path)}"
+            yield Observation("growth", Verdict.NOTE, found, (fix,))
 
 
 def _backing(identity: Identity, limits: Limits) -> Iterator[Observation]:

@@ -7,15 +7,16 @@ raises for damage. Not here: presentation (`blockkv.cli.inspect`).
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from blockkv.device import namespace
-from blockkv.errors import BlockKVError
+from blockkv.errors import BlockKVError, FormatError
 from blockkv.format import record
 from blockkv.format.checkpoint import CheckpointReader
 from blockkv.format.geometry import PAGE_BYTES, UNIT_BYTES, slot_offsets
@@ -75,8 +76,16 @@ class Image:
         return self._buffer[:count]
 
     def slots(self) -> list[tuple[int, bytes]]:
-        """(device offset, bytes) of the eight superblock slots."""
-        return [(offset, self.read(offset, PAGE_BYTES)) for offset in slot_offsets(self.size_bytes)]
+        """(device offset, bytes) of the eight superblock slots, also where the device has grown since."""
+        slots = self._slots_at(slot_offsets(self.size_bytes))
+        with contextlib.suppress(FormatError):
+            place = choose([data for _, data in slots]).geometry
+            if place.device_bytes < self.size_bytes:
+                return self._slots_at(place.slot_offsets)
+        return slots
+
+    def _slots_at(self, offsets: Iterable[int]) -> list[tuple[int, bytes]]:
+        return [(offset, self.read(offset, PAGE_BYTES)) for offset in offsets]
 
     def examine_slots(self) -> list[Superblock | SuperblockRejected]:
         """What each slot holds."""

@@ -1,4 +1,4 @@
-"""Commands on whole stores: format, info."""
+"""Commands on whole stores: format, grow, info."""
 
 from __future__ import annotations
 
@@ -147,6 +147,35 @@ def _print_zones(path: str, geometry: Geometry) -> None:
     click.echo(f"{path}: {size_text(geometry.device_bytes)}, logical blocks of {geometry.lba_bytes} bytes")
     rows = [[name, str(zone.offset_bytes), size_text(zone.size_bytes)] for name, zone in _zones(geometry)]
     lines(rows, header=["zone", "offset", "size"], right=" rr")
+
+
+@command("grow")
+@store_argument
+@click.option("--dry-run", is_flag=True, help="Show what there is to gain and write nothing.")
+def grow(output: Output, store_path: StorePath, dry_run: bool) -> None:
+    """Give a store the space of a device that has become larger, in place.
+
+    The store must not be in use. Chunks stay; a crash at any instant leaves the store as it was, or grown.
+    Where there is nothing to gain nothing is written, so that it can be repeated at any time. The members of
+    an array grow together.
+
+    Exits 0 also when there was nothing to gain; `grown` in --json tells. Refuses a store in use (exit code
+    3), a device that shrank or has too little new space (4), and a damaged store (5).
+    """
+    document = blockkv.grow(store_path, dry_run=dry_run)
+    members = document.get("members", [document])
+
+    def text() -> None:
+        for one in members:
+            gained = one["data_bytes"] - one["data_bytes_before"]
+            now = f"{size_text(one['data_bytes'])} for chunks"
+            if not gained:
+                click.echo(f"{one['path']}: nothing to gain, {now}")
+                continue
+            what = "grown" if one["grown"] else "would grow"
+            click.echo(f"{one['path']}: {what} by {size_text(gained)}, {now}")
+
+    output.document(document, text)
 
 
 @command("info")

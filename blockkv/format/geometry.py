@@ -35,6 +35,8 @@ __all__ = [
     "UNIT_BYTES",
     "Geometry",
     "Zone",
+    "growable_bytes",
+    "grown",
     "leaf_bytes_for",
     "leaf_count",
     "pack_extent",
@@ -94,7 +96,7 @@ class Zone:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The zones of a store. Fixed when the store is formatted."""
+    """The zones of a store. Fixed until it is grown."""
 
     device_bytes: int
     lba_bytes: int
@@ -189,6 +191,55 @@ def plan(
     return geometry
 
 
+def grown(geometry: Geometry, device_bytes: int, average_chunk_bytes: int) -> Geometry | None:
+    """The zones of a store whose device has `device_bytes` now; None where that gives it no more space.
+
+    The data zone begins where it did and goes on across the old tail, so every extent keeps its meaning; the
+    journal stays. Checkpoint areas stay where they lie before the data zone and are large enough for all of
+    it. Otherwise new ones for it lie at the end, where nothing of the old store is, not even its tail: the
+    next checkpoint can be written before the old superblocks are let go.
+
+    Raises DeviceTooSmall where the new space does not hold those areas, FormatError for zones in an order
+    that `plan` does not make.
+    """
+    end = _tail_offset(device_bytes)
+    old_end = _tail_offset(geometry.device_bytes) + MEBIBYTE
+    if end < old_end:
+        return None
+    offset = geometry.data.offset_bytes
+    if geometry.journal.offset_bytes > offset:
+        raise FormatError("the journal lies behind the data zone, which therefore cannot grow")
+    average_chunk_bytes = max(average_chunk_bytes, UNIT_BYTES)  # nobody has checked what the image says
+    areas = geometry.checkpoints
+    if any(area.offset_bytes > offset for area in areas) or areas[0].size_bytes < _checkpoint_bytes(
+        end - offset, average_chunk_bytes
+    ):
+        area_bytes = _larger_checkpoint(geometry, end, average_chunk_bytes)
+        if end - 2 * area_bytes < old_end:
+            while end - 2 * area_bytes < old_end:
+                end = old_end + 2 * area_bytes
+                area_bytes = _larger_checkpoint(geometry, end, average_chunk_bytes)
+            raise DeviceTooSmall(
+                f"{device_bytes} bytes are too few to grow to from {geometry.device_bytes}: there have to be "
+                f"larger checkpoint areas too; it takes a device of at least {end + MEBIBYTE} bytes"
+            )
+        areas = Zone(end - 2 * area_bytes, area_bytes), Zone(end - area_bytes, area_bytes)
+        end = areas[0].offset_bytes
+    data = Zone(offset, end - offset)
+    larger = Geometry(device_bytes, geometry.lba_bytes, *areas, geometry.journal, data)
+    validate(larger)
+    return larger
+
+
+def growable_bytes(geometry: Geometry, device_bytes: int, average_chunk_bytes: int) -> int:
+    """How much larger the data zone can become (`grown`) on a device that has `device_bytes` now."""
+    try:
+        larger = grown(geometry, device_bytes, average_chunk_bytes)
+    except (DeviceTooSmall, FormatError):
+        return 0
+    return larger.data.size_bytes - geometry.data.size_bytes if larger else 0
+
+
 def validate(geometry: Geometry) -> None:
     """Check a geometry read from a device. Raises FormatError naming the first violation."""
     if geometry.lba_bytes not in _LBA_SIZES_BYTES:
@@ -281,6 +332,12 @@ def _checkpoint_bytes(data_bytes: int, average_chunk_bytes: int) -> int:
     records = -(-data_bytes // average_chunk_bytes)
     payload = 2 * records * record_bytes
     return max(MEBIBYTE, _round_up(payload, MEBIBYTE))
+
+
+def _larger_checkpoint(geometry: Geometry, end_bytes: int, average_chunk_bytes: int) -> int:
+    """Bytes of a new area for a data zone that ends before two of it at `end_bytes`; no fewer than of old."""
+    fitting = _fit_checkpoint(end_bytes - geometry.data.offset_bytes, average_chunk_bytes)
+    return max(fitting, _round_up(geometry.checkpoint_a.size_bytes, MEBIBYTE))
 
 
 def _fit_checkpoint(available_bytes: int, average_chunk_bytes: int) -> int:

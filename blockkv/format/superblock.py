@@ -84,7 +84,11 @@ SUPERBLOCK = StructLayout(
         Field("ro_compat", "u64", "features; an unknown bit: open read-only"),
         Field("compat", "u64", "features; an unknown bit: ignore and preserve"),
         Field("epoch", "u64", "writable opens so far; see Anchors"),
-        Field("device_bytes", "u64", "device size at format: a device that shrank; also places the tail"),
+        Field(
+            "device_bytes",
+            "u64",
+            "device size at format, or when it was last grown: a device that shrank; also places the tail",
+        ),
         Field("lba_bytes", "u32", "logical block size at format: 512, 1024, 2048 or 4096"),
         Field("page_bytes", "u32", "4096"),
         Field("run_bytes", "u32", "131072"),
@@ -168,12 +172,15 @@ class SuperblockFault(enum.Enum):
 
 
 class SuperblockRejected(FormatError):
-    """A slot is not a usable superblock. `fault` says why; `generation` is set for VERSION and INCOMPAT."""
+    """A slot is not a usable superblock. `fault` says why; the rest is set for VERSION and INCOMPAT."""
 
-    def __init__(self, fault: SuperblockFault, detail: str = "", generation: int = 0) -> None:
+    def __init__(
+        self, fault: SuperblockFault, detail: str = "", generation: int = 0, uuid: bytes = b""
+    ) -> None:
         super().__init__(fault.value + (f": {detail}" if detail else ""))
         self.fault = fault
         self.generation = generation
+        self.uuid = uuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +374,9 @@ def decode(data: bytes, slot_index: int) -> Superblock:
     """
     if len(data) != PAGE_BYTES:
         raise SuperblockRejected(SuperblockFault.UNREADABLE, f"{len(data)} bytes")
-    checksum, magic, version, its_slot, _, generation, incompat, ro_compat, compat = _FROZEN.unpack_from(data)
+    checksum, magic, version, its_slot, uuid, generation, incompat, ro_compat, compat = _FROZEN.unpack_from(
+        data
+    )
     if magic != MAGIC:
         raise SuperblockRejected(SuperblockFault.NOT_OURS if any(data) else SuperblockFault.BLANK)
     if xxh3_128_digest(memoryview(data)[_CHECKSUM_BYTES:]) != checksum:
@@ -376,10 +385,10 @@ def decode(data: bytes, slot_index: int) -> Superblock:
         raise SuperblockRejected(SuperblockFault.WRONG_SLOT, f"{its_slot} instead of {slot_index}")
     if version != FORMAT_VERSION:
         raise SuperblockRejected(
-            SuperblockFault.VERSION, f"{version}; this is version {FORMAT_VERSION}", generation
+            SuperblockFault.VERSION, f"{version}; this is version {FORMAT_VERSION}", generation, uuid
         )
     if incompat & ~KNOWN_INCOMPAT:
-        raise SuperblockRejected(SuperblockFault.INCOMPAT, f"incompat {incompat:#x}", generation)
+        raise SuperblockRejected(SuperblockFault.INCOMPAT, f"incompat {incompat:#x}", generation, uuid)
     try:
         values = SUPERBLOCK.unpack_from(data)
     except FieldRejected as error:
@@ -536,13 +545,22 @@ def choose(slots: Sequence[bytes]) -> Superblock:
 def newest_of(found: Sequence[Superblock | SuperblockRejected]) -> Superblock:
     """The newest superblock among what `examine` found.
 
+    The head decides which store it is. What else lies at the end of a device that has grown, or that a
+    smaller image was copied to, is told from it by its uuid, and by a generation that no tail can be ahead
+    of the head by, whichever slots of that are damaged.
+
     Raises NotFormatted when no slot is valid, and VersionTooNew when the newest slot was written by another
     format version or uses a feature this one does not know. With an unknown ro_compat feature the result has
     a `read_only_reason`.
     """
     newest: Superblock | None = None
     too_new: SuperblockRejected | None = None
+    head = max((slot for slot in found[:SLOTS_PER_COPY] if slot.uuid), key=_generation_of, default=None)
     for slot in found:
+        if head is not None and (
+            slot.uuid != head.uuid or slot.generation >= head.generation + SLOTS_PER_COPY
+        ):
+            continue
         if isinstance(slot, Superblock):
             if newest is None or slot.generation > newest.generation:
                 newest = slot
@@ -555,6 +573,10 @@ def newest_of(found: Sequence[Superblock | SuperblockRejected]) -> Superblock:
     if newest is None:
         raise NotFormatted(_describe(found))
     return newest
+
+
+def _generation_of(slot: Superblock | SuperblockRejected) -> int:
+    return slot.generation
 
 
 def _describe(found: Sequence[Superblock | SuperblockRejected]) -> str:

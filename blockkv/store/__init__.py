@@ -4,6 +4,7 @@ from blockkv.store.array_open import open_any
 from blockkv.store.array_store import ArrayStore
 from blockkv.store.check import CheckReport
 from blockkv.store.create import format_device, parse_size
+from blockkv.store.enlarge import grow_device
 from blockkv.store.extents import ChunkExtents, DeviceExtent
 from blockkv.store.finding import Finding
 from blockkv.store.growing import GrowingChunk
@@ -27,6 +28,7 @@ __all__ = [
     "StoreFuture",
     "Watch",
     "format_device",
+    "grow_device",
     "open_any",
     "parse_size",
 ]

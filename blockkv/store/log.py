@@ -5,6 +5,8 @@ One commit group is one burst of journal pages and one flush::
     commit       pages of the group -> completions -> FLUSH -> group durable -> its freed extents reusable
     checkpoint   snapshot of the index -> inactive area -> FLUSH
                  -> superblock generation + 1: head, FLUSH, tail, FLUSH -> older pages reusable
+    grow         old tail, copied to where the new one will be -> FLUSH -> checkpoint, as above, with the new
+                 zones in the superblock -> three more superblocks, so that every slot has them
 
 Data writes complete before their record enters a group, so the group's one flush covers them too. It
 needs no FUA. A page may still land while data it names does not, which is why pages carry the sequence
@@ -35,7 +37,7 @@ from typing import Protocol
 from blockkv.device.base import Batch, Device, Direction, Priority, device_error
 from blockkv.errors import BlockKVError, DeviceError, StoreFull, StoreReadOnly
 from blockkv.format import checkpoint
-from blockkv.format.geometry import PAGE_BYTES, Geometry
+from blockkv.format.geometry import PAGE_BYTES, SLOTS_PER_COPY, Geometry
 from blockkv.format.journal import build_pages
 from blockkv.format.page import PAGE_PAYLOAD_BYTES, checksum_of
 from blockkv.format.superblock import Membership, Superblock, slots_of
@@ -352,6 +354,7 @@ class Log:
         return dataclasses.replace(
             self.superblock,
             generation=self.superblock.generation + 1,
+            geometry=self.geometry,
             checkpoint_area=area,
             checkpoint_id=checkpoint_id,
             checkpoint_page_count=page_count,
@@ -390,6 +393,28 @@ class Log:
                     self.fail(error)
                     raise
                 self.superblock = superblock
+
+    def grow(self, geometry: Geometry) -> None:
+        """Make everything durable, with the zones of `geometry` from now on (`format.geometry.grown`).
+
+        Until a superblock says so nothing is written that the old zones know of. The space that is new is
+        not handed out before the store is opened again. Raises DeviceError (nothing has changed),
+        StoreReadOnly.
+        """
+        old, new = self.geometry.slot_offsets, geometry.slot_offsets
+        # With what they say now the new slots are what a tail is whose newest superblocks have not arrived.
+        # Everything else there, to the end of the device, might be taken for something by somebody.
+        tail_offset = new[SLOTS_PER_COPY]
+        tail = bytearray((geometry.device_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES)
+        for offset, new_offset in zip(old[SLOTS_PER_COPY:], new[SLOTS_PER_COPY:], strict=True):
+            within = new_offset - tail_offset
+            tail[within : within + PAGE_BYTES] = self._device.read(offset, PAGE_BYTES)
+        self._device.write(tail_offset, bytes(tail))
+        self._device.flush()
+        self._on_written(len(tail))
+        self.geometry = geometry
+        self.checkpoint()
+        self.renew_superblock(SLOTS_PER_COPY - 1)
 
     # -- failure ---------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ from blockkv.errors import (
     StoreReadOnly,
     WrongStore,
 )
+from blockkv.format.geometry import growable_bytes
 from blockkv.format.record import key_digest
 from blockkv.format.superblock import Membership, Superblock
 from blockkv.gpu.choice import choose
@@ -830,6 +831,9 @@ class Store:
         return {
             "path": state.device.path,
             **superblock_facts(superblock),
+            "growable_bytes": growable_bytes(
+                superblock.geometry, state.device.limits.size_bytes, superblock.average_chunk_bytes
+            ),
             "generation": superblock.generation,
             "epoch": superblock.epoch,
             "engine": state.device.engine_name,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_line import answered, json_answer
+from command_line import answered, blockkv_command, json_answer
 
 import blockkv
 from blockkv.cli.exit_code import ExitCode
@@ -135,6 +136,51 @@ def test_format_refuses_impossible_options_and_leaves_no_file(
     path = image_dir / "new.img"
     answered("format", path, *options, code=code)
     assert not path.exists()
+
+
+def observed(path: Path) -> dict[str, Any]:
+    """What the doctor says, by topic."""
+    found = blockkv_command("doctor", path, "--json").document[
+        "observations"
+    ]  # the code is about the machine
+    return {one["topic"]: one for one in found}
+
+
+def test_grow(store: Path, payload: Path) -> None:
+    answered("put", store, "k", payload)
+    assert "nothing to gain" in answered("grow", store).out
+    with store.open("r+b") as file:
+        file.truncate(4 * STORE_BYTES)
+    gain = json_answer("info", store)["growable_bytes"]
+    assert gain > 2 * STORE_BYTES
+    observations = observed(store)
+    assert observations["growth"]["verdict"] == "note"
+    assert "blockkv grow" in observations["growth"]["fixes"][0]
+    slots = json_answer("inspect", "superblock", store)["slots"]
+    assert max(slot["offset_bytes"] for slot in slots) < STORE_BYTES, "where the store ends"
+    planned = json_answer("grow", store, "--dry-run")
+    assert not planned["grown"]
+    assert "would grow" in answered("grow", store, "--dry-run").out
+    grown = json_answer("grow", store)
+    assert grown == planned | {"grown": True}
+    assert grown["data_bytes"] - grown["data_bytes_before"] == gain
+    assert json_answer("info", store)["growable_bytes"] == 0
+    assert json_answer("grow", store)["grown"] is False
+    assert answered("get", store, "k").raw == payload.read_bytes()
+    slots = json_answer("inspect", "superblock", store)["slots"]
+    assert max(slot["offset_bytes"] for slot in slots) > 3 * STORE_BYTES
+    assert "growth" not in observed(store)
+
+
+def test_grow_says_in_text_what_it_did_and_refuses_with_the_usual_codes(store: Path) -> None:
+    with store.open("r+b") as file:
+        file.truncate(2 * STORE_BYTES)
+    with blockkv.open(store):
+        answered("grow", store, code=ExitCode.REFUSED)
+    assert "grown by 16 MiB" in answered("grow", store).out
+    with store.open("r+b") as file:
+        file.truncate(STORE_BYTES)
+    answered("grow", store, code=ExitCode.DEVICE)
 
 
 def test_info(store: Path, payload: Path) -> None:

@@ -18,6 +18,8 @@ from blockkv.format.geometry import (
     RUN_BYTES,
     Geometry,
     Zone,
+    growable_bytes,
+    grown,
     leaf_bytes_for,
     leaf_count,
     pack_extent,
@@ -187,3 +189,70 @@ def test_leaves_are_the_fewest_doublings_that_suffice(payload_bytes: int) -> Non
 
 def test_the_largest_record_leaves_room_for_a_key() -> None:
     assert PAGE_PAYLOAD_BYTES == 4016
+
+
+# -- growing -----------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(7 * MEBIBYTE, 8 << 40),
+    st.lists(st.integers(1, 4 << 40), min_size=1, max_size=3),
+    st.sampled_from([4096, 65536, 1 << 20, 32 << 20]),
+)
+def test_what_grows_leaves_everything_of_old_alone(
+    device_bytes: int, steps: list[int], average_chunk_bytes: int
+) -> None:
+    try:
+        before = plan(device_bytes, 512, average_chunk_bytes)
+    except DeviceTooSmall:
+        return
+    for step in steps:
+        device_bytes = before.device_bytes + step
+        try:
+            after = grown(before, device_bytes, average_chunk_bytes)
+        except DeviceTooSmall as error:
+            needed = int(str(error).split()[-2])
+            assert needed > device_bytes
+            with pytest.raises(DeviceTooSmall):
+                grown(before, needed - MEBIBYTE, average_chunk_bytes)
+            device_bytes = needed
+            after = grown(before, device_bytes, average_chunk_bytes)
+        assert growable_bytes(before, device_bytes, average_chunk_bytes) == (
+            after.data.size_bytes - before.data.size_bytes if after else 0
+        )
+        if after is None:
+            assert device_bytes // MEBIBYTE == before.device_bytes // MEBIBYTE
+            continue
+        validate(after)
+        assert after.device_bytes == device_bytes
+        assert (after.journal, after.data.offset_bytes) == (before.journal, before.data.offset_bytes)
+        assert after.data.size_bytes > before.data.size_bytes
+        old_end = before.slot_offsets[4] + MEBIBYTE
+        assert after.slot_offsets[4] >= old_end
+        if after.checkpoints != before.checkpoints:
+            assert min(area.offset_bytes for area in after.checkpoints) >= old_end
+        assert after.checkpoint_pages >= before.checkpoint_pages
+        chunks = after.data.size_bytes // average_chunk_bytes
+        assert after.checkpoint_pages * PAGE_BYTES >= 2 * chunks * (144 + 8 * leaf_count(average_chunk_bytes))
+        before = after
+
+
+def test_areas_that_are_large_enough_stay_where_they_are() -> None:
+    before = plan(64 * MEBIBYTE, 512, 1 << 20)
+    after = grown(before, 2 * GIB, 1 << 20)
+    assert after is not None
+    assert after.checkpoints == before.checkpoints
+    assert after.data.end_bytes == 2 * GIB - MEBIBYTE
+
+
+def test_what_cannot_grow_says_why() -> None:
+    journal_last = dataclasses.replace(VALID, journal=VALID.data, data=VALID.journal)
+    with pytest.raises(FormatError, match="journal lies behind"):
+        grown(journal_last, 2 * VALID.device_bytes, 1 << 20)
+    before = plan(GIB, 512, 4096)
+    with pytest.raises(DeviceTooSmall, match=f"too few to grow to from {GIB}"):
+        grown(before, GIB + 4 * MEBIBYTE, 4096)
+    assert growable_bytes(before, GIB + 4 * MEBIBYTE, 4096) == 0
+    assert grown(before, GIB + MEBIBYTE - 512, 4096) is None
+    assert grown(before, GIB - MEBIBYTE, 4096) is None
+    assert grown(plan(GIB, 512, 1 << 20), 2 * GIB, 0) is not None, "an average that nobody made is no crash"
