@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockkv.cli import endurance as endurances
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.image import Image
 from blockkv.device import holders, nvme_admin
@@ -387,6 +388,7 @@ def _drive(identity: Identity, limits: Limits) -> Iterator[Observation]:
     yield Observation("FDP", Verdict.NOTE, fdp)
     if drive.health is not None:
         yield from _health(drive.health)
+        yield from _endurance(drive)
 
 
 def _lba_format(identity: Identity, namespace: nvme_admin.Namespace) -> Iterator[Observation]:
@@ -431,6 +433,28 @@ def _health(health: nvme_admin.Health) -> Iterator[Observation]:
         problems.append("too little spare")
     verdict = Verdict.WARNING if problems else Verdict.GOOD
     yield Observation("health", verdict, f"{text}: {', '.join(problems)}" if problems else text)
+
+
+def _endurance(drive: nvme_admin.Drive) -> Iterator[Observation]:
+    """How long it will last, by its own account; wear itself is a matter of health."""
+    endurance = endurances.of_drive(drive)
+    assert endurance is not None
+    rate = endurance.bytes_per_day
+    left = endurances.days_left(endurance, rate, endurance.life_bytes)
+    written = "mean of a day unknown" if rate is None else f"{rate / 1e9:,.0f} GB a day on the mean"
+    media = (
+        "not told"
+        if endurance.amplification is None
+        else f"{endurance.amplification:.2f} bytes for each of these"
+    )
+    life = f"{left:,.0f} days at that rate" if left is not None else "unknown"
+    if not endurance.used_percent:
+        life += ", less than 1 % is used"
+    yield Observation(
+        "endurance",
+        Verdict.NOTE,
+        f"{endurance.power_on_hours} hours on, {written}; its media: {media}; life left: {life}",
+    )
 
 
 def _engine(identity: Identity, limits: Limits) -> Iterator[Observation]:

@@ -189,9 +189,30 @@ def info(output: Output, store_path: StorePath, degraded: bool) -> None:
     """
     with blockkv.open(store_path, degraded=degraded, read_only=True) as store:
         document = {**store.info(), "stats": store.stats()}
+    for device in document.get("members", [document]):
+        if "path" in device:
+            device["endurance"] = _endurance(device["path"])
     # Counters that never counted say nothing to a reader; a program gets all of them.
     shown = {**document, "stats": {name: value for name, value in document["stats"].items() if value}}
     output.document(document, lambda: fields(_flat(shown)))
+
+
+def _endurance(path: str) -> dict[str, Any]:
+    """What the drive below a device tells of its wear; numbers that it does not tell are None."""
+    from blockkv.cli.endurance import days_left, of_device
+
+    found, unknown = of_device(path)
+    if found is None:
+        return {"unknown": unknown}
+    rate = found.bytes_per_day
+    return {
+        "drive_written_bytes": found.written_bytes,
+        "drive_written_bytes_per_day": rate,
+        "drive_amplification": found.amplification,
+        "used_percent": found.used_percent,
+        "power_on_hours": found.power_on_hours,
+        "days_left": days_left(found, rate, found.life_bytes),
+    }
 
 
 def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
@@ -210,6 +231,8 @@ def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, object]
             and value >= 1024
         ):
             pairs.append((label, f"{value} ({size_text(value)})"))
+        elif value is None and prefix.endswith("endurance."):
+            pairs.append((label, "unknown"))
         else:
             pairs.append((label, value))
     return pairs

@@ -6,8 +6,10 @@ import contextlib
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import click
 
 from blockkv.cli.app import command
 from blockkv.cli.byte_sizes import size_text
+from blockkv.cli.endurance import Endurance, days_left, of_device
 from blockkv.cli.output import Output
 from blockkv.errors import DeviceError, InvalidArgument
 
@@ -26,6 +29,7 @@ GIGA, TERA = 1e9, 1e12
 STALL_S = 0.1
 """A call that takes longer is a stall."""
 TIMEOUT_S = 10
+HERE = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
@@ -123,6 +127,35 @@ def figures(before: Sample, after: Sample) -> dict[str, Any]:
     return figure
 
 
+def lifetime(
+    figure: dict[str, Any], numbers: dict[str, float], endurance: Endurance | None, rated_tbw: float | None
+) -> dict[str, Any]:
+    """What `figure` of a store, its numbers since open, its drive and the drive's rating say of endurance.
+
+    None for what nobody tells. The bytes of clients are not among those of the owner they put through, so
+    there is no amplification there.
+    """
+    put_bytes, written_bytes = numbers.get("put_bytes", 0), numbers.get("device_write_bytes", 0)
+    has_clients = numbers.get("clients_accepted", 0) > 0
+    rate = figure["written_tb_per_day"] * TERA
+    rated_bytes = rated_tbw * TERA if rated_tbw else None
+    return {
+        "written_bytes": int(written_bytes),
+        "amplification": written_bytes / put_bytes if put_bytes and not has_clients else None,
+        "drive_written_bytes": endurance.written_bytes if endurance else None,
+        "drive_amplification": endurance.amplification if endurance else None,
+        "used_percent": endurance.used_percent if endurance else None,
+        "days_left": days_left(endurance, rate, endurance.life_bytes) if endurance else None,
+        "days_to_rated": days_left(endurance, rate, rated_bytes) if endurance else None,
+    }
+
+
+def drives_of(url: str, stores: Iterable[str]) -> dict[str, Endurance | None]:
+    """The endurance of the drive of each store, where the endpoint, and so the drive, is on this machine."""
+    here = urllib.parse.urlsplit(url).hostname in HERE
+    return {store: of_device(store)[0] if here else None for store in stores}
+
+
 @command("top")
 @click.argument("url", default="http://127.0.0.1:9105/metrics")
 @click.option(
@@ -138,16 +171,27 @@ def top(output: Output, url: str, interval_s: float, once: bool, rated_tbw: floa
     """Show what the stores of a process are doing: their metrics at URL, every few seconds, until Ctrl-C.
 
     Hit rate, bytes a second, calls in progress and how long they take (the bound of a bucket that doubles, so
-    at most), stalls (calls beyond 100 ms), evictions, bytes written to the device.
+    at most), stalls (calls beyond 100 ms), evictions, bytes written to the device, and for how many days the
+    drive will stand that, where it is on this machine and tells.
     """
     if not url.startswith(("http://", "https://")):
         raise InvalidArgument(
             f"{url!r} is no http:// address; a store has one with blockkv.metrics.serve_metrics"
         )
     before = read(url)
-    time.sleep(interval_s)
-    after = read(url)
-    shown = {store: figures(before.get(store, Sample(0)), sample) for store, sample in after.items()}
+    drives = drives_of(url, before)
+
+    def interval() -> dict[str, dict[str, Any]]:
+        nonlocal before
+        time.sleep(interval_s)
+        earlier, before = before, read(url)
+        shown = {}
+        for store, sample in before.items():
+            figure = figures(earlier.get(store, sample), sample)
+            shown[store] = figure | lifetime(figure, sample.numbers, drives.get(store), rated_tbw)
+        return shown
+
+    shown = interval()
     if once or output.as_json or not sys.stdout.isatty():
         output.document(shown, lambda: _print(shown, rated_tbw))
         return
@@ -155,10 +199,7 @@ def top(output: Output, url: str, interval_s: float, once: bool, rated_tbw: floa
 
     with contextlib.suppress(KeyboardInterrupt), Live(_table(shown, rated_tbw), auto_refresh=False) as live:
         while True:
-            time.sleep(interval_s)
-            before, after = after, read(url)
-            shown = {store: figures(before.get(store, sample), sample) for store, sample in after.items()}
-            live.update(_table(shown, rated_tbw), refresh=True)
+            live.update(_table(interval(), rated_tbw), refresh=True)
 
 
 def _print(shown: dict[str, dict[str, Any]], rated_tbw: float | None) -> None:
@@ -194,9 +235,25 @@ def _table(shown: dict[str, dict[str, Any]], rated_tbw: float | None) -> Table:
         rows["damaged since open"].append(str(one["damaged"]))
         written = one["written_tb_per_day"]
         text = f"{written:.2f}"
-        if rated_tbw and written:
+        if rated_tbw and written and one["days_to_rated"] is None:
             text += f", {rated_tbw / written:,.0f} days to {rated_tbw:g} TB"
         rows["TB written a day, at this rate"].append(text)
+        rows["written since open, for each byte put"].append(
+            f"{size_text(one['written_bytes'])}, {_number(one['amplification'], '.2f')}"
+        )
+        if one["drive_written_bytes"] is not None:
+            rows["the drive: TB written, of its life, for each byte"].append(
+                f"{one['drive_written_bytes'] / TERA:,.1f}, {one['used_percent']} %, "
+                f"{_number(one['drive_amplification'], '.2f')}"
+            )
+            text = _number(one["days_left"], ",.0f")
+            if rated_tbw:
+                text += f", to {rated_tbw:g} TB {_number(one['days_to_rated'], ',.0f')}"
+            rows["days it lasts, at this rate"].append(text)
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)

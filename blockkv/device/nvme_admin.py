@@ -1,7 +1,8 @@
 """What an NVMe drive says of itself: Identify, SMART and features, by admin commands that read.
 
 Structures are those of the NVM Express Base Specification 2.0 (Identify Controller, figure 275; SMART /
-Health, figure 207) and of the NVM Command Set Specification 1.0 (Identify Namespace, figure 97).
+Health, figure 207; Endurance Group Information, log 09h) and of the NVM Command Set Specification 1.0
+(Identify Namespace, figure 97).
 
 Invariant: no command here changes anything on the drive. Not here: what a store makes of the answers
 (`examine`), and the commands that move payload (`native/passthrough.c`).
@@ -21,7 +22,16 @@ from dataclasses import dataclass
 
 from blockkv.errors import DeviceError
 
-__all__ = ["Drive", "Health", "LbaFormat", "Namespace", "ask", "identify_namespace", "permission_hint"]
+__all__ = [
+    "Drive",
+    "EnduranceGroup",
+    "Health",
+    "LbaFormat",
+    "Namespace",
+    "ask",
+    "identify_namespace",
+    "permission_hint",
+]
 
 NVME_IOCTL_ID = 0x4E40
 NVME_IOCTL_ADMIN_CMD = 0xC0484E41
@@ -34,11 +44,13 @@ RESULT_OFFSET = 68
 GET_LOG_PAGE, IDENTIFY, GET_FEATURES = 0x02, 0x06, 0x0A
 IDENTIFY_NAMESPACE, IDENTIFY_CONTROLLER = 0x00, 0x01
 IDENTIFY_BYTES = 4096
-HEALTH_LOG, HEALTH_BYTES = 0x02, 512
+HEALTH_LOG, ENDURANCE_GROUP_LOG, LOG_BYTES = 0x02, 0x09, 512
 FDP_FEATURE = 0x1D
 ALL_NAMESPACES = 0xFFFFFFFF
 DATA_UNIT_BYTES = 512_000
 """What SMART counts reads and writes in: a thousand units of 512 bytes."""
+BILLION = 10**9
+"""What the endurance group log counts bytes in."""
 KELVIN = 273
 
 
@@ -107,6 +119,16 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
+class EnduranceGroup:
+    """From the Endurance Group Information log page. 0 where the drive does not say."""
+
+    written_bytes: int
+    """By the host."""
+    media_bytes: int
+    """Written to the media: by the host, and by the drive for itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drive:
     """Everything together."""
 
@@ -121,6 +143,8 @@ class Drive:
     namespace: Namespace
     health: Health | None
     """None where the drive does not tell."""
+    endurance_group: EnduranceGroup | None
+    """That of the namespace; None where the drive has none, or does not tell."""
 
 
 def ask(path: str, descriptor: int) -> Drive:
@@ -146,11 +170,12 @@ def ask(path: str, descriptor: int) -> Drive:
             fdp_enabled = bool(result & 1)
     health = None
     with contextlib.suppress(DeviceError):
-        words = HEALTH_BYTES // 4 - 1
-        log, _ = _send(
-            path, descriptor, GET_LOG_PAGE, ALL_NAMESPACES, HEALTH_LOG | words << 16, 0, HEALTH_BYTES
-        )
-        health = parse_health(log)
+        health = parse_health(_log(path, descriptor, HEALTH_LOG))
+    endurance_group = None
+    if attributes >> 4 & 1 and namespace.endurance_group:
+        with contextlib.suppress(DeviceError):
+            log = _log(path, descriptor, ENDURANCE_GROUP_LOG, namespace.endurance_group)
+            endurance_group = parse_endurance_group(log)
     return Drive(
         _text(controller[24:64]),
         _text(controller[4:24]),
@@ -161,6 +186,7 @@ def ask(path: str, descriptor: int) -> Drive:
         fdp_enabled,
         namespace,
         health,
+        endurance_group,
     )
 
 
@@ -228,12 +254,27 @@ def parse_health(log: bytes) -> Health:
     )
 
 
+def parse_endurance_group(log: bytes) -> EnduranceGroup:
+    """From the Endurance Group Information log page."""
+    written, media = (int.from_bytes(log[offset : offset + 16], "little") for offset in (64, 80))
+    return EnduranceGroup(written * BILLION, media * BILLION)
+
+
 def permission_hint(path: str) -> str:
     """Who may send NVMe commands: drivers/nvme/host/ioctl.c, nvme_cmd_allowed, since Linux 6.2."""
     return (
         f"NVMe commands need CAP_SYS_ADMIN before Linux 6.2 (this is {platform.release()}), and later read "
         f"and write permission on {path} and a controller that reports the effects of its commands"
     )
+
+
+def _log(path: str, descriptor: int, log: int, which: int = 0) -> bytes:
+    """A log page of the controller, or of what `which` names."""
+    dwords = LOG_BYTES // 4 - 1
+    data, _ = _send(
+        path, descriptor, GET_LOG_PAGE, ALL_NAMESPACES, log | dwords << 16, which << 16, LOG_BYTES
+    )
+    return data
 
 
 def _send(

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from blockkv.device.nvme_admin import Health, LbaFormat, ask, parse_health, parse_namespace
+from blockkv.device.nvme_admin import (
+    EnduranceGroup,
+    Health,
+    LbaFormat,
+    ask,
+    parse_endurance_group,
+    parse_health,
+    parse_namespace,
+)
 from blockkv.errors import DeviceError
 
 
@@ -65,6 +73,13 @@ def test_health() -> None:
     health = parse_health(bytes(log))
     assert health == Health(0b1001, 41, 97, 10, 103, 2_560_000, (1 << 70) * 512_000, 4000, 2, 7)
     assert health.warnings == ("available spare is low", "media is read-only")
+
+
+def test_endurance_group() -> None:
+    log = bytearray(512)
+    for offset, count in ((32, 9), (48, 8), (64, 5), (80, 1 << 70), (96, 7)):
+        log[offset : offset + 16] = count.to_bytes(16, "little")
+    assert parse_endurance_group(bytes(log)) == EnduranceGroup(5 * 10**9, (1 << 70) * 10**9)
 
 
 def test_a_file_is_no_drive(image_dir: Path) -> None:

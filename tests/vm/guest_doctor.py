@@ -47,6 +47,7 @@ def test_a_format_of_512_bytes_and_the_better_one() -> None:
     assert "nvme format" in found["LBA format"]["fixes"][0]
     assert found["device"]["found"].startswith(f"{disk}: an NVMe namespace, QEMU NVMe Ctrl")
     assert found["health"]["verdict"] == "good"
+    assert "life left: unknown" in found["endurance"]["found"], "QEMU's drive does not wear"
     assert found["write cache"]["found"].endswith("FUA")
     assert found["engine"]["found"].startswith("io_uring")
 
