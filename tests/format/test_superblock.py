@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -349,6 +350,29 @@ def test_any_one_slot_is_enough(slot_index: int) -> None:
     only = [b""] * 8
     only[slot_index] = superblock(generation=generation).encode(slot_index)
     assert choose(only).generation == generation
+
+
+@pytest.mark.parametrize("changes", [{}, {"version": 2}, {"incompat": 4}])
+def test_the_head_says_which_store_it_is(changes: dict[str, int]) -> None:
+    """At the end of a larger device lies the tail of another store."""
+    written = slots(*(superblock(generation=generation) for generation in range(1, 7)))
+    stranger = superblock(generation=102, uuid=b"another store 16")
+    written[4 + 102 % 4] = forged(stranger, slot_index=4 + 102 % 4, **changes)
+    assert choose(written) == superblock(generation=6)
+    with pytest.raises(VersionTooNew) if changes else contextlib.nullcontext():
+        assert choose([bytes(PAGE_BYTES)] * 4 + written[4:]).generation == 102, "without a head it counts"
+
+
+def test_no_tail_is_ahead_of_its_head_by_more_than_a_head_can_lose() -> None:
+    """A newer tail of the same store, behind an older image that was put back, is not believed."""
+    written = slots(*(superblock(generation=generation) for generation in range(1, 7)))
+    later = superblock(generation=10)
+    written[4 + 10 % 4] = later.encode(4 + 10 % 4)
+    assert choose(written) == superblock(generation=6)
+    damaged = slots(*(superblock(generation=generation) for generation in range(1, 10)))
+    for slot_index in (7 % 4, 8 % 4, 9 % 4):
+        damaged[slot_index] = bytes(PAGE_BYTES)
+    assert choose(damaged).generation == 9, "with three of four slots gone the tail still tells"
 
 
 def test_no_valid_slot_is_not_formatted_and_says_why() -> None:
