@@ -101,11 +101,12 @@ class Image:
             return
         from blockkv.device.unit_cipher import UnitCipher
         from blockkv.encryption.secret import Unlocker
-        from blockkv.store.unlocking import encrypted_range, unlock_superblock, volume_key_of
+        from blockkv.store.unlocking import unlock_superblock, volume_key_of
 
         key, _ = volume_key_of(self.path, superblock, Unlocker())
         unlock_superblock(self.path, superblock, key)
-        self._cipher = UnitCipher(key.cipher_key, *encrypted_range(superblock.geometry))
+        zone = superblock.geometry.encrypted_zone
+        self._cipher = UnitCipher(key.cipher_key, zone.offset_bytes, zone.end_bytes)
 
     def replay(self, superblock: Superblock) -> Replay:
         """The journal from the anchor on. Raises WrongKey."""

@@ -245,7 +245,7 @@ class Device(ABC):
         """Wait for what is in flight, then release everything. Idempotent."""
 
     def encrypt(self, cipher_key: bytes, from_bytes: int, to_bytes: int) -> None:
-        """From here on the units of [from, to) are encrypted with AES-256-XTS: `native/cipher.h`.
+        """From here on the units in [from, to) are encrypted with AES-256-XTS: `native/cipher.h`.
 
         Whoever has opened the device calls it, before anybody else uses it; again to replace the key.
         `cipher_key` is 64 bytes. Raises DeviceError where AES cannot be had, InvalidArgument.

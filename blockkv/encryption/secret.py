@@ -60,7 +60,7 @@ class Secret:
             )
 
 
-Unlock = str | bytes | Passphrase
+Unlock = str | bytes | Passphrase | Secret
 """What users give: where a secret is, as text; the secret itself, as bytes; or a passphrase."""
 
 
@@ -86,7 +86,7 @@ def parse_unlock(given: Unlock, new: bool = False) -> Passphrase | Secret:
 
     Raises InvalidArgument for what is neither, or is too short; WrongKey where it cannot be read.
     """
-    if isinstance(given, Passphrase):
+    if isinstance(given, Passphrase | Secret):
         return given
     if isinstance(given, bytes):
         return Secret(given)

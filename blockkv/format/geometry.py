@@ -130,6 +130,11 @@ class Geometry:
         """Byte offsets of the eight superblock slots; see `slot_offsets()`."""
         return slot_offsets(self.device_bytes)
 
+    @property
+    def encrypted_zone(self) -> Zone:
+        """What an encrypted store encrypts of its device: all between head and tail."""
+        return Zone(MEBIBYTE, _tail_offset(self.device_bytes) - MEBIBYTE)
+
     def unit_offset(self, unit: int) -> int:
         """The device offset in bytes of a unit of the data zone."""
         return self.data.offset_bytes + unit * UNIT_BYTES

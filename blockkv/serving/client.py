@@ -66,7 +66,6 @@ from blockkv.store.preloads import Preloads
 from blockkv.store.scrub import ScrubReport
 from blockkv.store.store import BELONGS_TO_PARENT, COUNTERS, ChunkInfo, Store, StoreFuture, several_keys
 from blockkv.store.streams import StreamPool
-from blockkv.store.unlocking import encrypted_range
 from blockkv.store.watch import Watch
 from blockkv.tensors import Tensors, describe
 
@@ -233,8 +232,9 @@ class ClientStore(Store):
         device = NativeDevice(device_fd, path, limits, engine=engine, depth=self._depth, lifeline=lifeline)
         descriptors.clear()  # the device has them now
         if welcome.cipher_key:
+            zone = found.geometry.encrypted_zone
             try:
-                device.encrypt(welcome.cipher_key, *encrypted_range(found.geometry))
+                device.encrypt(welcome.cipher_key, zone.offset_bytes, zone.end_bytes)
             except BaseException:
                 device.close()
                 raise

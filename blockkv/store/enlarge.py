@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from blockkv.device.base import Device
-from blockkv.errors import DeviceReadOnly, DeviceTooSmall, FormatError, StoreReadOnly, WrongStore
+from blockkv.encryption.secret import Unlock, Unlocker
+from blockkv.errors import (
+    DeviceReadOnly,
+    DeviceTooSmall,
+    FormatError,
+    InvalidArgument,
+    StoreReadOnly,
+    WrongStore,
+)
 from blockkv.format.geometry import Geometry, grown
 from blockkv.format.superblock import Superblock
 from blockkv.store.array_open import open_any
@@ -24,11 +32,14 @@ from blockkv.store.create import Target, several
 from blockkv.store.interrupts import interrupts
 from blockkv.store.recovery import read_superblock, recover
 from blockkv.store.store import Store, open_device, refuse_second_open
+from blockkv.store.unlocking import unlock_device
 
 __all__ = ["grow_device"]
 
 
-def grow_device(path: Target | Sequence[Target], *, dry_run: bool = False) -> dict[str, Any]:
+def grow_device(
+    path: Target | Sequence[Target], *, dry_run: bool = False, unlock: Unlock | None = None
+) -> dict[str, Any]:
     """Give a store the space of its namespace, partition, loop device or file that has become larger.
 
     The store is nobody's meanwhile: it is locked as `blockkv.open` locks it. Chunks and everything else stay.
@@ -37,16 +48,17 @@ def grow_device(path: Target | Sequence[Target], *, dry_run: bool = False) -> di
 
     Larger checkpoint areas go with the space where the present ones are too small for it: `average_chunk`
     means what it meant. The journal stays as it is. Several paths grow the members of an array, all of which
-    have to be there.
+    have to be there. `unlock`: what opens an encrypted store, as for `blockkv.open`.
 
     Returns path, `grown`, `device_bytes`, `data_bytes` and `checkpoint_area_bytes`, the last three with what
     they were before as `..._before`; for an array of all `members`, beside `grown`.
 
     Raises DeviceBusy (open elsewhere, mounted), DeviceReadOnly, StoreReadOnly (a later version may write it),
     DeviceTooSmall (the device shrank, or has too little for the checkpoint areas), FormatError (it is
-    damaged), WrongStore (a member of an array alone), and what `blockkv.open` raises. Nothing was written
-    then.
+    damaged), WrongStore (a member of an array alone), InvalidArgument (it is ephemeral), and what
+    `blockkv.open` raises. Nothing was written then.
     """
+    unlocker = Unlocker(unlock)
     with interrupts, contextlib.ExitStack() as stack:
         devices: list[Device] = []
         plans: list[tuple[Superblock, Geometry | None]] = []
@@ -56,7 +68,7 @@ def grow_device(path: Target | Sequence[Target], *, dry_run: bool = False) -> di
                 device = open_device(one, read_only=False, engine="auto", depth=64)
                 stack.callback(device.close)
             devices.append(device)
-            plans.append(_planned(device, by_path=device is not one))
+            plans.append(_planned(device, unlocker, by_path=device is not one))
         place = plans[0][0].array
         if place is not None and len(devices) < place.member_count:
             raise WrongStore(
@@ -65,7 +77,8 @@ def grow_device(path: Target | Sequence[Target], *, dry_run: bool = False) -> di
             )
         interrupts.deliver()
         if not dry_run and any(zones for _, zones in plans):
-            with open_any(devices, evict=False, commit_interval_ms=None) as store:
+            secret = unlocker.secret() if plans[0][0].encryption else None
+            with open_any(devices, evict=False, commit_interval_ms=None, unlock=secret) as store:
                 for member in _members(store):
                     zones = plans[devices.index(member._state.device)][1]
                     if zones is not None:
@@ -77,13 +90,18 @@ def grow_device(path: Target | Sequence[Target], *, dry_run: bool = False) -> di
     return facts[0] if len(facts) == 1 else {"grown": any(one["grown"] for one in facts), "members": facts}
 
 
-def _planned(device: Device, *, by_path: bool) -> tuple[Superblock, Geometry | None]:
+def _planned(device: Device, unlocker: Unlocker, *, by_path: bool) -> tuple[Superblock, Geometry | None]:
     """What is on the device, and the zones it is to have; None where nothing changes."""
     if device.limits.read_only:
         raise DeviceReadOnly(f"{device.path} is read-only")
     device.flush()
     found, findings = read_superblock(device)
     refuse_second_open(device, found, read_only=False, by_path=by_path)
+    if found.encryption and found.encryption.ephemeral:
+        raise InvalidArgument(
+            f"{device.path} is ephemeral: it takes all of its device whenever it is opened for writing"
+        )
+    found, _ = unlock_device(device, found, unlocker, read_only=True)
     try:
         zones = grown(found.geometry, device.limits.size_bytes, found.average_chunk_bytes)
     except (DeviceTooSmall, FormatError) as error:

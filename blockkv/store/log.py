@@ -412,6 +412,11 @@ class Log:
         self._device.write(tail_offset, bytes(tail))
         self._device.flush()
         self._on_written(len(tail))
+        if (
+            self._device.cipher_key
+        ):  # from here on the old tail is payload, or will be, like what is behind it
+            zone = geometry.encrypted_zone
+            self._device.encrypt(self._device.cipher_key, zone.offset_bytes, zone.end_bytes)
         self.geometry = geometry
         self.checkpoint()
         self.renew_superblock(SLOTS_PER_COPY - 1)

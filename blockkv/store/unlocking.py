@@ -13,11 +13,10 @@ from blockkv.device.base import Device
 from blockkv.encryption.secret import ENVIRONMENT, Passphrase, Unlocker
 from blockkv.encryption.volume_key import VolumeKey
 from blockkv.errors import FormatError, WrongKey
-from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, Geometry
 from blockkv.format.superblock import Superblock
 from blockkv.store.create import begin_anew
 
-__all__ = ["encrypted_range", "unlock_device", "unlock_superblock", "volume_key_of"]
+__all__ = ["unlock_device", "unlock_superblock", "volume_key_of"]
 
 
 def unlock_device(
@@ -39,7 +38,8 @@ def unlock_device(
     else:
         key, _ = volume_key_of(device.path, found, unlocker)
         found = unlock_superblock(device.path, found, key)
-    device.encrypt(key.cipher_key, *encrypted_range(found.geometry))
+    zone = found.geometry.encrypted_zone
+    device.encrypt(key.cipher_key, zone.offset_bytes, zone.end_bytes)
     return found, key
 
 
@@ -79,8 +79,3 @@ def unlock_superblock(path: str, found: Superblock, key: VolumeKey) -> Superbloc
             "was changed by somebody without its key; nothing on the device is to be trusted"
         )
     return unlocked
-
-
-def encrypted_range(shape: Geometry) -> tuple[int, int]:
-    """What is encrypted of a device: all between both copies of the superblock, from byte and to byte."""
-    return MEBIBYTE, shape.slot_offsets[SLOTS_PER_COPY]

@@ -19,10 +19,9 @@ from blockkv.encryption.secret import Secret, parse_unlock
 from blockkv.encryption.volume_key import VolumeKey, wrap
 from blockkv.errors import FormatError, InvalidArgument, NotFormatted, WrongKey
 from blockkv.format import key_slots, superblock
-from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, slot_offsets
+from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, Geometry, slot_offsets
 from blockkv.format.record import key_digest
 from blockkv.format.superblock import SUPERBLOCK
-from blockkv.store.unlocking import encrypted_range
 from blockkv.testing import Crash, SimulatedDevice
 
 SECRET = bytes(range(32))
@@ -45,6 +44,10 @@ def assert_no_plaintext(image: bytes) -> None:
     assert KEY.encode() not in image
     assert KEY.encode()[7:] not in image
     assert key_digest(KEY.encode()) not in image
+
+
+def cipher_of(key: bytes, shape: Geometry) -> UnitCipher:
+    return UnitCipher(key, shape.encrypted_zone.offset_bytes, shape.encrypted_zone.end_bytes)
 
 
 def blank(**options: object) -> SimulatedDevice:
@@ -94,7 +97,7 @@ def test_the_device_holds_no_plaintext(block_targets: Callable[[int], Path], eng
     image = path.read_bytes()
     assert_no_plaintext(image)
     # what is there is AES-256-XTS by another implementation
-    plain = UnitCipher(cipher_key, *encrypted_range(shape)).decrypt(0, image[: len(image) // 4096 * 4096])
+    plain = cipher_of(cipher_key, shape).decrypt(0, image[: len(image) // 4096 * 4096])
     assert PATTERN * 1000 in plain
     assert KEY.encode() in plain
     assert key_digest(KEY.encode()) in plain
@@ -140,7 +143,8 @@ def test_pieces_of_any_size_and_place(loop_device: Callable[..., Path], sector_b
 def test_the_c_and_the_python_cipher_agree_about_the_range(device: SimulatedDevice) -> None:
     with opened(device) as store:
         shape = store._state.geometry
-        assert encrypted_range(shape) == (MEBIBYTE, slot_offsets(SIZE_BYTES)[SLOTS_PER_COPY])
+        zone = shape.encrypted_zone
+        assert (zone.offset_bytes, zone.end_bytes) == (MEBIBYTE, slot_offsets(SIZE_BYTES)[SLOTS_PER_COPY])
         assert store.info()["encryption"] == {
             "cipher": "aes-256-xts",
             "ephemeral": False,
@@ -469,6 +473,48 @@ def test_arrays(loop_device: Callable[..., Path], encrypt: bytes | str) -> None:
         assert torch.equal(store.get("again"), pattern(100))
 
 
+# -- growing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("average_chunk", "larger_bytes"), [("1MiB", 64 << 20), ("4KiB", 128 << 20)])
+def test_growing(average_chunk: str, larger_bytes: int) -> None:
+    """With the old checkpoint areas, and with new ones behind the old end; cut short at any operation."""
+    device = blank()
+    blockkv.format(device, average_chunk=average_chunk, encrypt=SECRET)
+    device = with_a_chunk(device, 300_000)
+    larger = SimulatedDevice(larger_bytes, strict=True)
+    larger.poke(0, device.peek(0, SIZE_BYTES))
+    states: list[SimulatedDevice] = []
+    dice = random.Random(5)
+    larger.before_operation = lambda kind: states.append(larger.crash_clone(dice, Crash.POWER_CUT))
+    with pytest.raises(WrongKey):
+        blockkv.grow(larger, unlock=OTHER)
+    assert blockkv.grow(larger, unlock=SECRET)["grown"]
+    larger.before_operation = None
+    assert_no_plaintext(larger.peek(0, larger_bytes))
+    for state in [*states, larger.clone()]:
+        with at(state) as store:
+            assert {finding.structure for finding in store.findings} <= {"superblock slot"}
+            assert torch.equal(store.get("a"), pattern(300_000))
+    with opened(larger.clone(), evict=False) as store:
+        assert store.info()["data_bytes"] > 40 << 20
+        for number in range(40):
+            store.put(f"{KEY}/{number}", pattern(1 << 20), durable=True)
+        assert all(torch.equal(store.get(f"{KEY}/{number}"), pattern(1 << 20)) for number in range(40))
+        assert not store.check(payload=True).findings
+
+
+def test_an_ephemeral_store_grows_by_itself() -> None:
+    device = blank()
+    blockkv.format(device, encrypt="ephemeral")
+    larger = SimulatedDevice(2 * SIZE_BYTES)
+    larger.poke(0, device.peek(0, SIZE_BYTES))
+    with pytest.raises(InvalidArgument, match="it takes all of its device"):
+        blockkv.grow(larger)
+    with at(larger, None) as store:
+        assert store.info()["device_bytes"] == 2 * SIZE_BYTES
+
+
 # -- wiping ----------------------------------------------------------------------------------------------
 
 
@@ -491,13 +537,13 @@ def test_a_destroyed_key(image_dir: Path) -> None:
     path.write_bytes(fresh[:MEBIBYTE] + before[MEBIBYTE:tail] + fresh[tail:])
     with blockkv.open(path, unlock=SECRET) as store:
         assert len(store) == 0
-        plain = UnitCipher(store._state.device.cipher_key, *encrypted_range(store._state.geometry))
+        plain = cipher_of(store._state.device.cipher_key, store._state.geometry)
     assert_no_plaintext(plain.decrypt(0, path.read_bytes()))
     # And to show that this would have found it: the same with the old header.
     path.write_bytes(before)
     with blockkv.open(path, unlock=SECRET) as store:
         assert torch.equal(store.get(KEY), pattern(3_000_000))
-        plain = UnitCipher(store._state.device.cipher_key, *encrypted_range(store._state.geometry))
+        plain = cipher_of(store._state.device.cipher_key, store._state.geometry)
     assert PATTERN in plain.decrypt(0, path.read_bytes())
 
 
