@@ -46,11 +46,18 @@ def owner() -> Owner:
 
 @pytest.fixture
 def leases(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leases]:
+    """An owner that does not answer is waited for briefly; see `patient`."""
     monkeypatch.setattr(module, "OWNER_PATIENCE_S", 0.05)
     made = Leases(cast(blockkv.Store, owner), lease_s=60)
     yield made
     owner.answers.release(100)
     made.close()
+
+
+@pytest.fixture
+def patient(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on an answer is waited for, however long the thread that asks for it has to."""
+    return lambda: monkeypatch.setattr(module, "OWNER_PATIENCE_S", WAIT_S)
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -74,7 +81,9 @@ def test_an_owner_that_takes_its_time_is_a_no(owner: Owner, leases: Leases) -> N
     assert answer(leases, "a") is Found.NO
 
 
-def test_a_no_that_came_too_late_is_asked_again(owner: Owner, leases: Leases) -> None:
+def test_a_no_that_came_too_late_is_asked_again(
+    owner: Owner, leases: Leases, patient: Callable[[], None]
+) -> None:
     """The owner was gone when it was asked; by the next look-up it may be back with everything."""
     assert answer(leases, "a") is Found.NO
     owner.gone = True
@@ -82,6 +91,7 @@ def test_a_no_that_came_too_late_is_asked_again(owner: Owner, leases: Leases) ->
     until(lambda: answered(leases, "a"))
     owner.gone, owner.there = False, {"a"}
     owner.answers.release()
+    patient()
     assert answer(leases, "a") is Found.YES
     assert owner.pinned == ["a"]
 
@@ -96,8 +106,8 @@ def test_a_yes_that_came_too_late_holds_the_chunk(owner: Owner, leases: Leases) 
     until(lambda: not owner.pinned)
 
 
-def test_a_no_in_time_is_an_answer(owner: Owner, leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OWNER_PATIENCE_S", WAIT_S)
+def test_a_no_in_time_is_an_answer(owner: Owner, leases: Leases, patient: Callable[[], None]) -> None:
+    patient()
     assert leases.find("a", "r") is Found.LATER
     owner.answers.release()
     until(lambda: answered(leases, "a"))
