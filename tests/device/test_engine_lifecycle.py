@@ -220,13 +220,43 @@ def test_wait_and_submit_are_for_once(image_dir: Path) -> None:
         assert finished.wait(10)
 
 
+@contextmanager
+def slow_writes(path: Path, bytes_per_second: int) -> Iterator[None]:
+    """Hold what this process writes to a device down to a rate, with the blkio (or io) cgroup controller."""
+    device = path.stat().st_rdev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    version_1 = Path("/sys/fs/cgroup/blkio")
+    if version_1.is_dir():
+        root, file, line = version_1, "blkio.throttle.write_bps_device", f"{number} {bytes_per_second}"
+    else:
+        root, file, line = Path("/sys/fs/cgroup"), "io.max", f"{number} wbps={bytes_per_second}"
+        (root / "cgroup.subtree_control").write_text("+io")
+    lines = [entry.split(":", 2) for entry in Path("/proc/self/cgroup").read_text().splitlines()]
+    controller = "blkio" if root == version_1 else ""
+    home = root / next(place for _, names, place in lines if names == controller).lstrip("/")
+    group = root / f"blockkv-test.{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / file).write_text(line)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (home / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+@pytest.mark.requires_root
 @engines
 def test_loads_overtake_stores(loop_device, engine: str) -> None:
-    """With one request in flight at a time, everything else waits in the queue of its class."""
+    """With one request in flight at a time, everything else waits in the queue of its class.
+
+    The stores take two seconds, so that they are not over before the others are submitted.
+    """
     memory = Memory(MIB)
     order: list[str] = []
     finished = threading.Semaphore(0)
-    with engine_on(loop_device(64 * MIB, 4096), engine, depth=1) as device:
+    path = loop_device(64 * MIB, 4096)
+    with slow_writes(path, 16 * MIB), engine_on(path, engine, depth=1) as device:
 
         def submit(name: str, direction: Direction, priority: Priority, pieces: int) -> None:
             batch = batch_of(
@@ -302,37 +332,12 @@ def test_a_load_is_served_while_stores_hold_all_the_staging(loop_device) -> None
         assert (store.result(0), load.result(0)) == (0, 0)
 
 
-@contextmanager
-def slow_writes(path: Path, bytes_per_second: int) -> Iterator[None]:
-    """Hold what this process writes to a device down to a rate, with the blkio (or io) cgroup controller."""
-    device = path.stat().st_rdev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    version_1 = Path("/sys/fs/cgroup/blkio")
-    if version_1.is_dir():
-        root, file, line = version_1, "blkio.throttle.write_bps_device", f"{number} {bytes_per_second}"
-    else:
-        root, file, line = Path("/sys/fs/cgroup"), "io.max", f"{number} wbps={bytes_per_second}"
-        (root / "cgroup.subtree_control").write_text("+io")
-    lines = [entry.split(":", 2) for entry in Path("/proc/self/cgroup").read_text().splitlines()]
-    controller = "blkio" if root == version_1 else ""
-    home = root / next(place for _, names, place in lines if names == controller).lstrip("/")
-    group = root / f"blockkv-test.{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / file).write_text(line)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (home / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
-
-
 @pytest.mark.requires_root
 def test_an_arrival_wakes_a_reactor_that_waits_for_many(loop_device) -> None:
     """A load must not wait until most of the stores before it are done."""
     memory = Memory(17 * MIB)
     path = loop_device(32 * MIB, 4096)
-    with slow_writes(path, 8 * MIB), engine_on(path) as device:
+    with slow_writes(path, 4 * MIB), engine_on(path) as device:
         segments = [(memory.at(0), 16 * MIB)]
         store = batch_of(Direction.WRITE, [(16 * MIB, [(0, 16 * MIB)], segments)], Priority.STORE)
         device.submit(store)
@@ -341,7 +346,7 @@ def test_an_arrival_wakes_a_reactor_that_waits_for_many(loop_device) -> None:
         started = time.monotonic()
         for _ in range(5):
             assert run(device, batch_of(Direction.READ, units(memory, [20 * MIB]))) == [0]
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 2  # of four
         assert device.counters()["device_write_bytes"] < 14 * MIB
         assert device.counters()["ring_enters"] - enters <= 15
         device.wait(store)

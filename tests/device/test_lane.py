@@ -37,23 +37,25 @@ def image_of(directory: Path, size_bytes: int) -> Path:
 def threads_of(device: NativeDevice, batch: Batch) -> int:
     """How many other threads of the engine came to run while the batch was carried out."""
 
-    def switches() -> dict[str, int]:
+    def threads() -> dict[str, tuple[str, int]]:
+        """Of each its state, and how often it went to sleep."""
         found = {}
         for task in Path("/proc/self/task").iterdir():
             if not (task / "comm").read_text().startswith("blockkv-"):
                 continue
-            for line in (task / "status").read_text().splitlines():
-                if line.startswith("voluntary_ctxt_switches"):
-                    found[task.name] = int(line.split()[1])
+            lines = (line.split() for line in (task / "status").read_text().splitlines())
+            status = {words[0]: words[1] for words in lines if len(words) > 1}
+            found[task.name] = status["State:"], int(status["voluntary_ctxt_switches:"])
         return found
 
-    before: dict[str, int] = {}
-    while (now := switches()) != before:  # some are on their way to sleep
+    before: dict[str, tuple[str, int]] = {}
+    # Some are on their way to sleep, and one that waits for a processor looks the same for long.
+    while (now := threads()) != before or any(state != "S" for state, _ in now.values()):
         before = now
         time.sleep(0.2)
     assert run(device, batch) == [0]
-    after = switches()
-    return sum(after[name] != count for name, count in before.items() if name in after)
+    after = threads()
+    return sum(after[name] != found for name, found in before.items() if name in after)
 
 
 @pytest.mark.parametrize("lba_bytes", [512, 4096])

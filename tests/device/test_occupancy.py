@@ -482,7 +482,7 @@ def test_it_is_quick_and_reads_only_the_ends(loop_device: LoopDevices) -> None:
     before = sectors_read(device)  # counted since boot, for whoever had the loop device
     started = time.monotonic()
     assert occupancy(device) == []
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20  # all of it would take minutes
     assert (sectors_read(device) - before) * 512 < 16 * MIB
 
 
