@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,25 +29,33 @@ def is_attached(device: Path) -> bool:
     return Path("/sys/block", device.name, "loop/backing_file").exists()
 
 
+def wait_until_gone(is_there: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while is_there():
+        assert time.monotonic() < limit, "it is still there"
+        time.sleep(0.05)
+
+
 def test_reads_and_writes_run_at_the_given_speeds() -> None:
-    with paced_device(SIZE_BYTES, 400_000_000, 200_000_000) as device, device.joined():
-        read = run(device.path, "read", SHAPE, size_bytes=SIZE_BYTES, seconds=1)
-        write = run(device.path, "write", SHAPE, size_bytes=SIZE_BYTES, seconds=1)
-    assert read.gb_per_s == pytest.approx(0.4, rel=0.15)
-    assert write.gb_per_s == pytest.approx(0.2, rel=0.15)
+    """Speeds that a machine with other work reaches all the same."""
+    with paced_device(SIZE_BYTES, 40_000_000, 20_000_000) as device, device.joined():
+        read = run(device.path, "read", SHAPE, size_bytes=SIZE_BYTES, seconds=2)
+        write = run(device.path, "write", SHAPE, size_bytes=SIZE_BYTES, seconds=2)
+    assert read.gb_per_s == pytest.approx(0.04, rel=0.15)
+    assert write.gb_per_s == pytest.approx(0.02, rel=0.15)
 
 
 def test_large_requests_run_at_the_given_speed_too() -> None:
     large = Shape(4 << 20, 4)
-    with paced_device(SIZE_BYTES, 400_000_000, 400_000_000, large_requests=True) as device, device.joined():
-        read = run(device.path, "read", large, size_bytes=SIZE_BYTES, seconds=1)
-    assert read.gb_per_s == pytest.approx(0.4, rel=0.15)  # half of it, were they charged twice
+    with paced_device(SIZE_BYTES, 80_000_000, 80_000_000, large_requests=True) as device, device.joined():
+        read = run(device.path, "read", large, size_bytes=SIZE_BYTES, seconds=2)
+    assert read.gb_per_s == pytest.approx(0.08, rel=0.15)  # half of it, were they charged twice
 
 
 def test_only_processes_that_joined_are_paced() -> None:
-    with paced_device(SIZE_BYTES, 50_000_000, 50_000_000) as device:
+    with paced_device(SIZE_BYTES, 10_000_000, 10_000_000) as device:
         free = run(device.path, "read", SHAPE, size_bytes=SIZE_BYTES, seconds=0.5)
-    assert free.gb_per_s > 0.1
+    assert free.gb_per_s > 0.05
 
 
 def test_leaving_goes_back_to_the_cgroup_one_came_from() -> None:
@@ -89,10 +98,7 @@ def test_nothing_is_left_behind_by_a_killed_process() -> None:
         device = Path(process.stdout.readline().strip())
         assert is_attached(device)
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while is_attached(device) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_attached(device)
+    wait_until_gone(lambda: is_attached(device))
 
 
 def test_partitions_of_a_killed_process_go_with_the_device() -> None:
@@ -106,10 +112,8 @@ def test_partitions_of_a_killed_process_go_with_the_device() -> None:
         device, partition = map(Path, process.stdout.readline().split())
         assert Path("/sys/block", device.name, partition.name).exists()
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while is_attached(device) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path("/sys/block", device.name, partition.name).exists()
+    wait_until_gone(lambda: is_attached(device))
+    wait_until_gone(Path("/sys/block", device.name, partition.name).exists)  # after the backing file
 
 
 def test_partitions_without_a_table_make_room_for_others(tmp_path: Path) -> None:
