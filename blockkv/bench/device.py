@@ -240,18 +240,12 @@ def _cgroup(device: Path, read_bytes_per_s: int, write_bytes_per_s: int) -> Iter
     if not is_v1:
         root = CGROUP_ROOT
     _remove_leftovers(root)
-    number = device.stat().st_rdev
-    name = f"{os.major(number)}:{os.minor(number)}"
     cgroup = root / f"{CGROUP_PREFIX}{os.getpid()}"
     try:
-        if is_v1:
-            cgroup.mkdir()
-            (cgroup / "blkio.throttle.read_bps_device").write_text(f"{name} {read_bytes_per_s}")
-            (cgroup / "blkio.throttle.write_bps_device").write_text(f"{name} {write_bytes_per_s}")
-        else:
+        if not is_v1:
             (root / "cgroup.subtree_control").write_text("+io")
-            cgroup.mkdir()
-            (cgroup / "io.max").write_text(f"{name} rbps={read_bytes_per_s} wbps={write_bytes_per_s}")
+        cgroup.mkdir()
+        _limit(cgroup, device, read_bytes_per_s, write_bytes_per_s)
         yield cgroup
     except OSError as error:
         if isinstance(error, BlockKVError):
@@ -261,6 +255,17 @@ def _cgroup(device: Path, read_bytes_per_s: int, write_bytes_per_s: int) -> Iter
         # Processes that were killed a moment ago may still be in it; the next run removes what is left then.
         with contextlib.suppress(OSError):
             cgroup.rmdir()
+
+
+def _limit(cgroup: Path, device: Path, read_bytes_per_s: int, write_bytes_per_s: int) -> None:
+    """Also of requests that wait by now."""
+    number = device.stat().st_rdev
+    name = f"{os.major(number)}:{os.minor(number)}"
+    if (CGROUP_ROOT / "blkio").is_dir():
+        (cgroup / "blkio.throttle.read_bps_device").write_text(f"{name} {read_bytes_per_s}")
+        (cgroup / "blkio.throttle.write_bps_device").write_text(f"{name} {write_bytes_per_s}")
+    else:
+        (cgroup / "io.max").write_text(f"{name} rbps={read_bytes_per_s} wbps={write_bytes_per_s}")
 
 
 def _remove_leftovers(root: Path) -> None:

@@ -32,7 +32,8 @@ def hold(store: blockkv.Store, *keys: str) -> None:
 
 
 def write(store: blockkv.Store, count: str, size_bytes: str) -> None:
-    """Put chunks, from one thread each."""
+    """Put chunks, from one thread each; and tell when the device has got a request."""
+    before = store.stats()["device_requests"]
 
     def put(number: int) -> None:
         store.put(f"torn/{number}", content(number, int(size_bytes)))
@@ -42,6 +43,9 @@ def write(store: blockkv.Store, count: str, size_bytes: str) -> None:
     for thread in threads:
         thread.start()
     print("writing", flush=True)
+    while store.stats()["device_requests"] == before:
+        time.sleep(0.01)
+    print("under way", flush=True)
     for thread in threads:
         thread.join()
     time.sleep(1000)

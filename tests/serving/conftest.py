@@ -7,7 +7,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving_tools import OwnerProcess, Serves, formatted
+from serving_tools import WAIT_S, OwnerProcess, Serves, formatted
+
+from blockkv.serving import client
+
+LOOKUP_PATIENCE_S = client.LOOKUP_PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that a busy machine holds up for a second does not hang, and its look-ups are answered."""
+    monkeypatch.setattr(client, "LOOKUP_PATIENCE_S", WAIT_S)
+
+
+@pytest.fixture
+def usual_patience(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As outside of these tests, for owners that hang."""
+    monkeypatch.setattr(client, "LOOKUP_PATIENCE_S", LOOKUP_PATIENCE_S)
 
 
 @pytest.fixture

@@ -51,6 +51,10 @@ class Serves:
         self._threads[owner].start()
         return owner
 
+    @property
+    def owners(self) -> list[Owner]:
+        return list(self._threads)
+
     def end(self, owner: Owner) -> None:
         """As SIGTERM does."""
         owner.stop()
@@ -58,7 +62,7 @@ class Serves:
         owner.close()
 
     def end_all(self) -> None:
-        for owner in list(self._threads):
+        for owner in self.owners:
             self.end(owner)
 
 

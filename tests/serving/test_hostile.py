@@ -253,7 +253,7 @@ def test_a_client_that_takes_no_answers(raw: Callable[[], Raw], bystander: block
     begin_s = time.monotonic()
     for _ in range(50):
         assert bystander.lookup(["kept"]) == 1
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < 15
     one.socket.shutdown(socket.SHUT_RDWR)
     one.close()
     asked.join(10)

@@ -19,7 +19,7 @@ from client_process import content
 from serving_tools import OwnerProcess, Process, client_process, connected, wait_until
 
 import blockkv
-from blockkv.bench.device import PacedDevice, paced_device
+from blockkv.bench.device import PacedDevice, _limit, paced_device
 from blockkv.errors import BlockKVError, DeviceBusy, DeviceError, OwnerLost
 
 ROOT = Path(__file__).parents[2]
@@ -30,10 +30,28 @@ StartOwner = Callable[..., OwnerProcess]
 
 @pytest.fixture
 def slow_device() -> Iterator[PacedDevice]:
-    """It takes a second for what is written at once: requests outlive whoever is killed."""
-    with paced_device(128 * MEBIBYTE, 400 * MEBIBYTE, 16 * MEBIBYTE) as device, device.joined():
+    """What is written to it is on its way until it is told to go on: requests outlive whoever is killed."""
+    with paced_device(128 * MEBIBYTE, 400 * MEBIBYTE, 400 * MEBIBYTE) as device, device.joined():
         blockkv.format(device.path, average_chunk="64KiB", force=True)
         yield device
+        go_on(device)
+
+
+def hold(device: PacedDevice) -> None:
+    """From now on nothing is written."""
+    _limit(device.cgroup, device.path, device.read_bytes_per_s, 1)
+
+
+def go_on(device: PacedDevice) -> None:
+    """What was held is written."""
+    _limit(device.cgroup, device.path, device.read_bytes_per_s, device.write_bytes_per_s)
+
+
+def wait_for_requests(writer: Process) -> None:
+    """The kernel has got something that a client process writes."""
+    assert writer.line() == "writing"
+    assert writer.line() == "under way"
+    time.sleep(0.5)  # and not only its ring
 
 
 def test_leases_and_pins_end_with_their_process(owner_process: StartOwner) -> None:
@@ -69,28 +87,29 @@ def test_space_of_a_killed_writer_is_free_when_its_writes_have_ended(
 ) -> None:
     """The process is gone long before its writes are. Nobody gets their extents until then."""
     owner = owner_process(slow_device.path)
-    with blockkv.open(owner.socket) as store:
-        free_bytes = store.stats()["free_bytes"]
-        with client_process(owner.socket, "write", 4, 5 * MEBIBYTE, engine) as writer:
-            assert writer.line() == "writing"
-            wait_until(lambda: store.stats()["client_puts"] == 4, "all of its puts have begun")
-            time.sleep(0.1)
-            writer.end()
-        begin_s = time.monotonic()
-        wait_until(lambda: store.stats()["clients"] == 1, "the killed client is seen to be gone")
-        seen_s = time.monotonic() - begin_s
-        figures = store.stats()
+    hold(slow_device)
+    with (
+        blockkv.open(owner.socket) as store,
+        client_process(owner.socket, "write", 4, 5 * MEBIBYTE, engine) as writer,
+    ):
+        wait_for_requests(writer)
+        wait_until(lambda: store.stats()["client_puts"] == 4, "all of its puts have begun")
+        writer.send(signal.SIGKILL)
         if engine == "io_uring":  # the other one's threads end only with their writes
-            assert figures["clients_letting_go"] == 1
-            assert figures["client_puts"] == 4
-            assert figures["free_bytes"] == free_bytes - 4 * 5 * MEBIBYTE
-            assert not any(store.contains(f"torn/{number}") for number in range(4))
+            writer.end()
+            wait_until(lambda: store.stats()["clients"] == 1, "the killed client is seen to be gone")
+            time.sleep(0.2)
+            assert store.stats()["clients_letting_go"] == 1
+        figures = store.stats()
+        assert figures["client_puts"] == 4
+        assert figures["free_bytes"] == figures["data_bytes"] - 4 * 5 * MEBIBYTE
+        assert not any(store.contains(f"torn/{number}") for number in range(4))
+        go_on(slow_device)
+        wait_until(lambda: store.stats()["clients"] == 1, "the killed client is seen to be gone")
         wait_until(lambda: not store.stats()["clients_letting_go"], "its writes have ended")
-        if engine == "io_uring":
-            assert time.monotonic() - begin_s > seen_s + 0.2
         figures = store.stats()
         assert figures["client_puts"] == 0
-        assert figures["free_bytes"] == free_bytes
+        assert figures["free_bytes"] == figures["data_bytes"]
         for number in range(4):
             assert store.put(f"torn/{number}", content(number, 4096))
 
@@ -102,23 +121,23 @@ def test_nobody_has_the_device_while_a_client_of_a_dead_owner_writes(
 ) -> None:
     """Neither another owner nor mount or mkfs, which ask for the same claim."""
     owner = owner_process(slow_device.path)
+
+    def is_free() -> bool:
+        with contextlib.suppress(OSError):
+            os.close(os.open(slow_device.path, os.O_RDONLY | os.O_EXCL))
+            return True
+        return False
+
+    hold(slow_device)
     with client_process(owner.socket, "write", 4, 5 * MEBIBYTE) as writer:
-        assert writer.line() == "writing"
-        time.sleep(0.3)
+        wait_for_requests(writer)
         owner.end()
         writer.end()
-        begin_s = time.monotonic()
-        with pytest.raises(OSError, match="busy"):
-            os.close(os.open(slow_device.path, os.O_RDONLY | os.O_EXCL))
-
-        def is_free() -> bool:
-            with contextlib.suppress(OSError):
-                os.close(os.open(slow_device.path, os.O_RDONLY | os.O_EXCL))
-                return True
-            return False
-
+        for _ in range(20):
+            assert not is_free()
+            time.sleep(0.01)
+        go_on(slow_device)
         wait_until(is_free, "the last write has ended")
-        assert time.monotonic() - begin_s > 0.2
     with blockkv.open(slow_device.path) as store:
         assert store.check(payload=True).ok
 
@@ -175,13 +194,12 @@ def test_clients_go_on_when_their_owner_is_back(owner_process: StartOwner) -> No
                 assert store.get("ours", memory)
                 assert torch.equal(memory, content(2, 70000))
                 assert store.stats()["get_owner_lost"] > 0
-        for _ in range(100):
+
+        def finds_what_it_put() -> bool:
             other.say("get theirs 1 70000")
-            if other.line() == "True":
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail("the other client does not find what it put")
+            return other.line() == "True"
+
+        wait_until(finds_what_it_put, "the other client finds what it put")
 
 
 def test_a_watch_goes_on_with_the_next_owner(owner_process: StartOwner) -> None:
@@ -248,11 +266,20 @@ def test_a_commit_tells_once_of_what_went_away_with_an_owner(owner_process: Star
         assert torch.equal(store.get("lazy"), content(2, 5000))
 
 
+def stop(process: Process) -> None:
+    """SIGSTOP, and it has stopped."""
+    process.send(signal.SIGSTOP)
+    status = Path(f"/proc/{process.pid}/status")
+    wait_until(lambda: "State:\tT" in status.read_text(), "it has stopped")
+
+
+@pytest.mark.usefixtures("usual_patience")
 def test_an_owner_that_does_not_answer_is_a_miss_in_time(owner_process: StartOwner) -> None:
+    """In a second, and then at once: not in the half minute that others are waited for."""
     owner = owner_process()
     with blockkv.open(owner.socket) as store:
         store.put("key", content(1, 5000))
-        owner.send(signal.SIGSTOP)
+        stop(owner)
         begin_s = time.monotonic()
         assert store.lookup(["key"]) == 0
         first_s = time.monotonic() - begin_s
@@ -261,47 +288,37 @@ def test_an_owner_that_does_not_answer_is_a_miss_in_time(owner_process: StartOwn
             assert store.lookup(["key"]) == 0
         more_s = time.monotonic() - begin_s
         assert store.get("key", deadline_s=0.2) is None
-        assert first_s < 3
-        assert more_s < 0.5
+        assert first_s < 15
+        assert more_s < 15
         owner.send(signal.SIGCONT)
         wait_until(lambda: store.lookup(["key"]) == 1, "it answers again")
         assert torch.equal(store.get("key"), content(1, 5000))
         wait_until(lambda: store.stats()["client_leases"] == 0, "the late answer's lease has come back")
 
 
-def test_two_puts_of_a_key_of_which_one_hangs(owner_process: StartOwner) -> None:
-    owner = owner_process()
-    with blockkv.open(owner.socket) as store:
-        for _ in range(20):  # until it is caught in the middle
-            with client_process(owner.socket, "write", 1, 20 * MEBIBYTE) as writer:
-                assert writer.line() == "writing"
-                wait_until(lambda: store.stats()["client_puts"] or store.contains("torn/0"), "it has begun")
-                writer.send(signal.SIGSTOP)
-                if not store.contains("torn/0"):
-                    assert_that_another_takes_its_place(store, writer)
-                    return
-            store.delete("torn/0", durable=True)
-        pytest.fail("it was too quick each time")
-
-
-def assert_that_another_takes_its_place(store: blockkv.Store, writer: Process) -> None:
-    begin_s = time.monotonic()
-    assert store.put("torn/0", content(0, 20 * MEBIBYTE))
-    assert time.monotonic() - begin_s < 15
-    writer.send(signal.SIGCONT)
-    assert writer.line() == "put 0"
-    assert torch.equal(store.get("torn/0"), content(0, 20 * MEBIBYTE))
-    wait_until(lambda: not store.stats()["client_puts"], "the second one has ended")
-    figures = store.stats()
-    assert figures["quarantined_bytes"] == 0
-    assert figures["data_bytes"] - figures["free_bytes"] - figures["pending_free_bytes"] == 20 * MEBIBYTE
-
-
-def stop(process: Process) -> None:
-    """SIGSTOP, and it has stopped."""
-    process.send(signal.SIGSTOP)
-    status = Path(f"/proc/{process.pid}/status")
-    wait_until(lambda: "State:\tT" in status.read_text(), "it has stopped")
+@pytest.mark.requires_root
+@pytest.mark.requires_tool("losetup")
+def test_two_puts_of_a_key_of_which_one_hangs(slow_device: PacedDevice, owner_process: StartOwner) -> None:
+    owner = owner_process(slow_device.path)
+    hold(slow_device)
+    with (
+        blockkv.open(owner.socket) as store,
+        client_process(owner.socket, "write", 1, 20 * MEBIBYTE) as writer,
+    ):
+        wait_for_requests(writer)
+        stop(writer)
+        go_on(slow_device)
+        assert not store.contains("torn/0")
+        begin_s = time.monotonic()
+        assert store.put("torn/0", content(0, 20 * MEBIBYTE))
+        assert time.monotonic() - begin_s < 60
+        writer.send(signal.SIGCONT)
+        assert writer.line() == "put 0"
+        assert torch.equal(store.get("torn/0"), content(0, 20 * MEBIBYTE))
+        wait_until(lambda: not store.stats()["client_puts"], "the second one has ended")
+        figures = store.stats()
+        assert figures["quarantined_bytes"] == 0
+        assert figures["data_bytes"] - figures["free_bytes"] - figures["pending_free_bytes"] == 20 * MEBIBYTE
 
 
 def test_a_put_with_a_deadline_is_dropped_in_time(owner_process: StartOwner) -> None:
@@ -311,7 +328,7 @@ def test_a_put_with_a_deadline_is_dropped_in_time(owner_process: StartOwner) -> 
         stop(owner)
         begin_s = time.monotonic()
         assert store.put("late", content(2, 5000), deadline_s=0.3) is False
-        assert time.monotonic() - begin_s < 5
+        assert time.monotonic() - begin_s < 15
         owner.send(signal.SIGCONT)
         wait_until(lambda: store.lookup(["key"]) == 1, "it answers again")
         wait_until(lambda: not store.stats()["client_puts"], "what was granted too late has come back")
@@ -320,6 +337,7 @@ def test_a_put_with_a_deadline_is_dropped_in_time(owner_process: StartOwner) -> 
         assert store.stats()["put_dropped"] == 1
 
 
+@pytest.mark.usefixtures("usual_patience")
 def test_what_others_cannot_send_holds_up_nobody(owner_process: StartOwner) -> None:
     """Requests larger than the socket takes, while the owner hangs: look-ups give up as soon as without."""
     owner = owner_process()
@@ -337,7 +355,7 @@ def test_what_others_cannot_send_holds_up_nobody(owner_process: StartOwner) -> N
         time.sleep(0.5)
         begin_s = time.monotonic()
         assert store.lookup(["key"]) == 0
-        assert time.monotonic() - begin_s < 5
+        assert time.monotonic() - begin_s < 15
         owner.send(signal.SIGCONT)
         for thread in threads:
             thread.join()
