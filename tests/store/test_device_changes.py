@@ -270,6 +270,7 @@ def test_gone_in_the_middle(code: int | None, commit_interval_ms: float | None) 
         gets.append((number % 20, store.submit_get(f"k{number % 20}")))
         puts.append(store.submit_put(f"n{number}", payload(number), durable=number % 5 == 0))
         if code is None and number == 75:
+            wait([gets[0][1]], PATIENCE_S)
             device.stop()
     _, pending = wait([*(future for _, future in gets), *puts], PATIENCE_S)
     assert not pending

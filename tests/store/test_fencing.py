@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -35,10 +36,9 @@ def digest(path: str) -> bytes:
         return hashlib.file_digest(file, "blake2b").digest()
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody lets go here, so nobody need wait for it."""
-    monkeypatch.setattr(namespace, "LOCK_WAIT_S", 0.05)
+def impatient() -> Any:
+    """Nobody lets go meanwhile, so nobody need wait for it; outside udev may still be probing."""
+    return mock.patch.object(namespace, "LOCK_WAIT_S", 0.05)
 
 
 @pytest.fixture
@@ -105,7 +105,8 @@ def refusals(path: str) -> list[BaseException]:
         lambda: blockkv.format(path, force=True),
     ):
         try:
-            attempt()
+            with impatient():
+                attempt()
         except BaseException as error:
             found.append(error)
         else:
@@ -161,9 +162,9 @@ def test_readers_keep_a_writer_out_and_each_other_in(block_targets: Any) -> None
     blockkv.format(target)
     with blockkv.open(target, read_only=True), blockkv.open(target, read_only=True, engine="threads"):
         before = digest(str(target))
-        with pytest.raises(blockkv.DeviceBusy):
+        with impatient(), pytest.raises(blockkv.DeviceBusy):
             blockkv.open(target)
-        with pytest.raises(blockkv.DeviceBusy):
+        with impatient(), pytest.raises(blockkv.DeviceBusy):
             blockkv.format(target, force=True)
         assert digest(str(target)) == before
 
@@ -176,11 +177,11 @@ def test_a_reader_by_another_node_keeps_a_writer_out(loop_device: Any, image_dir
     os.mknod(node, stat.S_IFBLK | 0o600, device.stat().st_rdev)
     with blockkv.open(node, read_only=True) as store:
         assert store.info()["path"] == str(device)
-        with pytest.raises(blockkv.DeviceBusy):
+        with impatient(), pytest.raises(blockkv.DeviceBusy):
             blockkv.open(device)
 
 
-def test_of_many_threads_one_gets_in(block_targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_threads_one_gets_in(block_targets: Any) -> None:
     target = block_targets(SIZE_BYTES)
     blockkv.format(target)
     barrier, opened, refused = threading.Barrier(8), [], []

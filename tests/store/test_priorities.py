@@ -26,8 +26,21 @@ def store(request: pytest.FixtureRequest, image_dir: Path) -> Iterator[blockkv.S
 
 def test_a_load_does_not_wait_for_the_stores_before_it(store: blockkv.Store) -> None:
     store.put("wanted", torch.ones(2 * MIB, dtype=torch.uint8))
+    source = blockkv.empty(64 * MIB, torch.uint8)
+    for _ in range(20):
+        stores_over, done = with_stores_before_it(store, source)
+        if stores_over < 4:
+            assert done.index("load") < len(done) - 1
+            return
+    pytest.fail("this machine writes faster than it submits")
+
+
+def with_stores_before_it(store: blockkv.Store, source: torch.Tensor) -> tuple[int, list[str]]:
+    """Get a chunk behind half a gibibyte of stores: how many of eight were over once it was asked for; what
+    ended when.
+    """
     device = store._state.device
-    source, done = blockkv.empty(64 * MIB, torch.uint8), []
+    done: list[str] = []
     everything = threading.Semaphore(0)
 
     def told(name: str) -> Any:
@@ -47,10 +60,11 @@ def test_a_load_does_not_wait_for_the_stores_before_it(store: blockkv.Store) -> 
         device.submit(batch)
     got = store.submit_get("wanted")
     got.add_done_callback(lambda _: (done.append("load"), everything.release()))
+    stores_over = sum(name != "load" for name in list(done))
     for _ in range(9):
         assert everything.acquire(timeout=60)
-    assert done.index("load") < len(done) - 1
     assert torch.equal(got.result(), torch.ones(2 * MIB, dtype=torch.uint8))
+    return stores_over, done
 
 
 def test_a_preload_is_a_get(store: blockkv.Store) -> None:

@@ -16,7 +16,7 @@ from layouts_drawn import layouts, parts, sliced
 
 import blockkv
 from blockkv import KVLayout, Part
-from blockkv.testing import FaultPlan, SimulatedDevice
+from blockkv.testing import Fault, FaultKind, FaultPlan, OperationKind, SimulatedDevice
 
 LAYERS = 6
 LAYOUT = KVLayout.of("layers kv tokens heads dim", "float16", layers=LAYERS, kv=2, tokens=64, heads=8, dim=64)
@@ -171,7 +171,8 @@ def test_a_lost_device_ends_the_stream_without_raising(device: SimulatedDevice, 
     whole = fill(store, 2)
     stream = store.stream(whole, layout=LAYOUT, lookahead_bytes=2 * LAYER_BYTES)
     assert next(stream)[0] == 0
-    device.set_plan(FaultPlan.fail(device.operation_count, errno.ENODEV))
+    broken = Fault(FaultKind.ERROR, on=OperationKind.READ, errno=errno.ENODEV, fire_count=None)
+    device.set_plan(FaultPlan((broken,)))  # whatever the stream has asked for by now
     rest = [layer for layer, _ in stream]
     assert len(rest) < LAYERS - 1
     assert stream.valid_keys == 0
