@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -35,14 +36,23 @@ def payloads(count: int) -> dict[str, torch.Tensor]:
     return {f"k{one}": torch.randint(256, (CHUNK_BYTES,), dtype=torch.uint8) for one in range(count)}
 
 
-def outcomes(jobs: BackgroundJobs, count: int, timeout_s: float = 20) -> dict[int, Outcome]:
+def until(what: Callable[[], object], timeout_s: float = 60) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.002)
+
+
+def outcomes(jobs: BackgroundJobs, count: int) -> dict[int, Outcome]:
     found: dict[int, Outcome] = {}
-    until = time.monotonic() + timeout_s
-    while len(found) < count and time.monotonic() < until:
+
+    def all_of_them() -> bool:
         for outcome in jobs.finished():
             assert outcome.job not in found
             found[outcome.job] = outcome
-        time.sleep(0.002)
+        return len(found) >= count
+
+    until(all_of_them)
     assert len(found) == count
     return found
 
@@ -79,12 +89,14 @@ def test_a_late_load_ends_on_time_and_never_writes(device: StallingDevice, store
     begun = time.monotonic()
     jobs.submit_load(1, list(there), outs)
     late = outcomes(jobs, 1)[1]
-    assert 0.25 < time.monotonic() - begun < 5
+    assert 0.25 < time.monotonic() - begun < 15
     assert not any(late.done)
     assert "0.3 s" in late.reason
     device.gate.set()
-    jobs.submit_load(2, list(there), [torch.empty_like(out) for out in outs])
-    assert outcomes(jobs, 1)[2].all_done, "the threads are free again"
+    for number in itertools.count(2):  # whatever a busy machine manages in 0.3 s
+        jobs.submit_load(number, ["k0"], [torch.empty_like(outs[0])])
+        if outcomes(jobs, 1)[number].all_done:
+            break  # the threads are free again
     assert all(int(out.min()) == int(out.max()) == 7 for out in outs)
     assert jobs.close()
 
@@ -94,17 +106,15 @@ def test_a_stall_is_seen_and_seen_to_end(device: StallingDevice, store: blockkv.
     store.put("k0", torch.ones(CHUNK_BYTES, dtype=torch.uint8))
     assert not jobs.stalled
     device.gate.clear()
+    begun = time.monotonic()
     jobs.submit_load(1, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
-    assert not jobs.stalled, "it is not late yet"
+    assert not jobs.stalled or time.monotonic() - begun > 0.2, "it is not late yet"
     outcomes(jobs, 1)
     assert jobs.stalled
     jobs.submit_load(2, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
     outcomes(jobs, 1)
     device.gate.set()
-    until = time.monotonic() + 10
-    while jobs.stalled and time.monotonic() < until:
-        time.sleep(0.002)
-    assert not jobs.stalled
+    until(lambda: not jobs.stalled)
     assert jobs.close()
 
 
@@ -116,11 +126,14 @@ def test_a_stall_is_seen_whoever_owns_the_memory(
     store.put("k0", torch.ones(CHUNK_BYTES, dtype=torch.uint8))
     device.gate.clear()
     jobs.submit_load(1, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
-    time.sleep(0.5)
-    assert jobs.stalled
-    assert jobs.pending() == (0 if staged else 1), "memory that the device writes to is not given back"
+    until(lambda: jobs.stalled)
+    if staged:
+        until(lambda: not jobs.pending())
+    else:
+        time.sleep(0.1)
+        assert jobs.pending() == 1, "memory that the device writes to is not given back"
     device.gate.set()
-    assert jobs.drain(10)
+    assert jobs.drain(60)
     assert jobs.close()
     assert not jobs.stalled
 
@@ -141,11 +154,11 @@ def test_what_is_rewritten_is_deleted_first(store: blockkv.Store) -> None:
 def test_a_late_store_keeps_its_memory_until_it_is_written(
     device: StallingDevice, store: blockkv.Store
 ) -> None:
-    jobs = BackgroundJobs(store, store_deadline_s=0.2, store_threads=1)
+    jobs = BackgroundJobs(store, store_deadline_s=2, store_threads=1)
     first, second = payloads(1), {"later": torch.ones(CHUNK_BYTES, dtype=torch.uint8)}
     device.gate.clear()
     jobs.submit_store(1, list(first), list(first.values()))
-    time.sleep(0.1)
+    until(lambda: jobs._jobs[1].running)
     jobs.submit_store(2, list(second), list(second.values()))
     assert outcomes(jobs, 1)[2].done == (False,)
     assert jobs.pending() == 1
@@ -186,14 +199,12 @@ def test_closing_ends_what_has_not_begun(device: StallingDevice, store: blockkv.
     device.gate.clear()
     for number, key in enumerate(there):
         jobs.submit_load(number, [key], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
-    until = time.monotonic() + 20
-    while len(jobs._queues[True]) > 2 and time.monotonic() < until:
-        time.sleep(0.005)  # until the first has begun
+    until(lambda: len(jobs._queues[True]) == 2)  # the first has begun
     assert not jobs.close(timeout_s=0.2)
     ended = outcomes(jobs, 2)
     assert sorted(ended) == [1, 2]
     device.gate.set()
-    assert jobs.drain(10)
+    assert jobs.drain(60)
     assert outcomes(jobs, 1)[0].all_done
     jobs.submit_load(9, ["k0"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
     assert outcomes(jobs, 1)[9].done == (False,)
@@ -209,7 +220,7 @@ def test_submitting_waits_for_nothing(device: StallingDevice, store: blockkv.Sto
         begun = time.perf_counter()
         (jobs.submit_load if number % 2 else jobs.submit_store)(number, ["k0"], [tensor])
         taken.append(time.perf_counter() - begun)
-    assert sorted(taken)[270] < 0.05  # a hang of the device is 1 s here
+    assert sorted(taken)[270] < 0.5  # a hang of the device is 1 s here
     device.gate.set()
     outcomes(jobs, 300)
     assert jobs.close()
@@ -220,12 +231,10 @@ def test_whoever_is_to_be_woken_is_told_how_each_job_ended(store: blockkv.Store)
     jobs = BackgroundJobs(store, ended=told.append)
     there = payloads(2)
     jobs.submit_store(1, list(there), list(there.values()))
-    assert jobs.drain(20)
+    assert jobs.drain(60)
     jobs.submit_load(2, ["elsewhere"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
-    assert jobs.drain(20)
-    until = time.monotonic() + 20
-    while len(told) < 2 and time.monotonic() < until:
-        time.sleep(0.002)
+    assert jobs.drain(60)
+    until(lambda: len(told) == 2)
     assert [(one.job, one.is_load, one.all_done) for one in told] == [(1, False, True), (2, True, False)]
     assert jobs.finished() == []
     assert jobs.close()
@@ -242,8 +251,6 @@ def test_who_is_told_may_submit_more_and_may_fail(store: blockkv.Store) -> None:
 
     jobs = BackgroundJobs(store, ended=go_on, load_threads=1)
     jobs.submit_load(0, ["elsewhere"], [torch.empty(CHUNK_BYTES, dtype=torch.uint8)])
-    until = time.monotonic() + 20
-    while len(told) < 6 and time.monotonic() < until:
-        time.sleep(0.002)
+    until(lambda: len(told) == 6)
     assert told == [0, 1, 2, 3, 4, 5]
     assert jobs.close()

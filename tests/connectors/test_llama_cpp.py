@@ -238,7 +238,7 @@ def test_a_device_that_stalls_is_a_miss_after_the_deadline(models: dict[str, str
     told["options"] = {"chunk_tokens": SPLIT}
     (found,) = runs(told)
     assert found["stalled"]["restored"] == 0
-    assert found["stalled"]["waited_s"] < 1.5
+    assert found["stalled"]["waited_s"] < 15
     assert found["stalled"]["counters"]["loads_late"] == 1
     assert found["stalled"]["tokens"] == found["first"]["tokens"]
     assert found["again"]["restored"] == SPLIT

@@ -83,7 +83,7 @@ def test_a_server_that_is_killed_under_load_has_its_keys(tmp_path: Path) -> None
             assert all(one["hits"] == 0 for one in stored.values())
             acknowledged = server.settled(24)
             assert acknowledged["total_bytes_used"] == 24 << 20
-            load.tell("store", server, 100, 0)
+            load.tell("store", server, 100, 100)  # with all of them there would be nothing to evict
             server.wait_for(lambda status: status["stored_object_count"] > 40)
             server.kill()
         places = places_of_chunks(device)
@@ -189,7 +189,7 @@ class Server:
         )
 
     def __enter__(self) -> Server:
-        self.wait_for(lambda status: True, patience_s=60)
+        self.wait_for(lambda status: True, patience_s=120)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,7 +213,7 @@ class Server:
         """What GET /cache/objects lists."""
         return list(self._get("/cache/objects?tier=l2&page_size=1000")["entries"])
 
-    def wait_for(self, good: Callable[[dict[str, Any]], bool], patience_s: float = 30) -> dict[str, Any]:
+    def wait_for(self, good: Callable[[dict[str, Any]], bool], patience_s: float = 60) -> dict[str, Any]:
         """The first status that is good."""
         until = time.monotonic() + patience_s
         while time.monotonic() < until:

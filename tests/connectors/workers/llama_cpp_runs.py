@@ -149,11 +149,11 @@ def with_stall(told: dict[str, Any]) -> dict[str, Any]:
     device = StallingDevice()
     blockkv.format(device, average_chunk="64KiB")
     with blockkv.open(device) as store:
-        told = {**told, "options": {**told.get("options", {}), "load_deadline_s": 0.5}}
         first = with_sequences({**told, "save": True}, store)
         store.commit()
         llama = llama_of(told)
-        sequences = Sequences(store, Context.of(llama), **told["options"])
+        options = {**told.get("options", {}), "load_deadline_s": 0.5}
+        sequences = Sequences(store, Context.of(llama), **options)
         device.gate.clear()
         begun = time.monotonic()
         restored = sequences.load(tokens_of(told))

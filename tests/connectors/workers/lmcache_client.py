@@ -2,7 +2,7 @@
 
 Each line of the input is a JSON list, and is answered with a line of JSON::
 
-    ["store", URL, FIRST, COUNT, KV_SHAPE, TP_SIZE]     store the tokens of so many sequences; 0: until killed
+    ["store", URL, FIRST, COUNT, KV_SHAPE, TP_SIZE]     store the tokens of so many sequences
     ["read", URL, FIRST, COUNT, KV_SHAPE, TP_SIZE]      look them up, clear where they go, and read
 
 What is not there when it is read is stored, as an engine does once it has computed it. The answer has for
@@ -11,7 +11,6 @@ each sequence its chunks, the hits, and the checksums of what was stored or read
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from typing import Any
@@ -39,8 +38,7 @@ def serve(verb: str, url: str, first: int, count: int, shape: str, tp_size: int)
     client = ServerBenchClient(config, lambda text: print(text, file=sys.stderr))
     client.start()
     try:
-        numbers = range(first, first + count) if count else itertools.count(first)
-        return {number: one_sequence(client, verb, number) for number in numbers}
+        return {number: one_sequence(client, verb, number) for number in range(first, first + count)}
     finally:
         client.close()
 

@@ -43,7 +43,7 @@ MODEL = "meta/llama-3.1-8b"
 SHAPE = (2, 4, 64, 128)
 CHUNK_BYTES = 2 * 2 * 4 * 64 * 128
 L1_BYTES = 16 << 20
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Listener(L2AdapterListener):
@@ -359,12 +359,12 @@ def check_what_is_locked_stays(device: Device) -> None:
 
 def check_a_lock_that_was_forgotten_ends_by_itself(device: Device) -> None:
     l1 = L1()
-    tier = device.open(l1, lock_s=0.3)
+    tier = device.open(l1, lock_s=100)
     store(tier, keys([1]), l1.objects([1]))
     assert look(tier, keys([1])) == [True]
     tier.delete(keys([1]))
     assert tier.report_status()["locked_key_count"] == 1
-    time.sleep(0.4)
+    tier._locks._clock = lambda: time.monotonic() + 101
     status = tier.report_status()
     assert (status["locked_key_count"], status["locks_expired"]) == (0, 1)
     assert look(tier, keys([1])) == [True]
@@ -615,8 +615,8 @@ def check_no_submission_waits_for_a_device_that_stalls(_: Device) -> None:
                 taken[name].append(time.perf_counter() - begun)
         device.gate.set()
         for name, times in taken.items():
-            # Other threads want this processor too, here; nine tenths say what the calls themselves take.
-            assert sorted(times)[180] < 0.001, (name, sorted(times)[180])
+            # A wait for the device would not have ended; others, who want this processor too, hold up some.
+            assert sorted(times)[180] < 0.1, (name, sorted(times)[180])
 
 
 def check_a_load_ends_at_its_deadline(_: Device) -> None:
@@ -627,13 +627,15 @@ def check_a_load_ends_at_its_deadline(_: Device) -> None:
         device.gate.clear()
         begun = time.monotonic()
         assert load(tier, keys([1]), [out]) == [False]
-        assert 0.2 < time.monotonic() - begun < 5
+        assert 0.2 < time.monotonic() - begun < 15
         before = out.raw_data.clone()
         device.gate.set()
         time.sleep(0.3)
         assert torch.equal(out.raw_data, before)  # the memory is LMCache's again
         assert torch.equal(before, content(9))
-        assert load(tier, keys([1]), [out]) == [True]
+        until = time.monotonic() + PATIENCE_S
+        while load(tier, keys([1]), [out]) != [True]:  # a busy machine may be late again
+            assert time.monotonic() < until
 
 
 def check_a_device_that_goes_away_is_misses_and_failed_stores(_: Device) -> None:
@@ -699,10 +701,11 @@ def owner_of(device: Device, socket: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as owner:
         try:
             until = time.monotonic() + PATIENCE_S
-            while time.monotonic() < until:
+            while True:
                 with contextlib.suppress(blockkv.BlockKVError):
                     blockkv.open(socket).close()
                     break
+                assert time.monotonic() < until, "nobody serves"
                 time.sleep(0.1)
             yield owner
         finally:

@@ -23,6 +23,8 @@ from lmcache_contract import CHUNK_BYTES, L1, Device, Listener, content, keys, l
 
 BATCH = 4
 PATIENCE_S = 60
+MOST_BATCHES = 1500
+"""In one life: less than there is room for, however fast the machine is."""
 CONTENTS = 16
 """Objects have one of so many contents, by their number."""
 
@@ -32,11 +34,12 @@ def write(device: Device, first: int, acknowledged: int) -> None:
     l1 = L1()
     tier = device.open(l1)
     objects = [l1.object(fill=number) for number in range(CONTENTS)]
-    for batch in range(first, 1 << 30):
+    for batch in range(first, first + MOST_BATCHES):
         numbers = range(batch * BATCH, (batch + 1) * BATCH)
         result = store(tier, keys(numbers), [objects[number % CONTENTS] for number in numbers])
         assert result.is_successful()
         os.write(acknowledged, f"{batch}\n".encode())
+    signal.pause()
 
 
 def check(device: Device, batches: list[int], answer: int) -> None:

@@ -543,7 +543,7 @@ def a_device_that_stalls_holds_only_those_who_wait_for_it(directory: Path) -> No
         assert not arrived
         begin = time.perf_counter()
         assert hits(controller) == 9 * PAGE_TOKENS, "a look takes no device"
-        assert time.perf_counter() - begin < 1
+        assert time.perf_counter() - begin < 15
         device.gate.set()
         loader.join(30)
         assert arrived == [9 * PAGE_TOKENS]
@@ -778,7 +778,7 @@ def ranks_share_a_device_through_its_owner(directory: Path) -> None:
         assert hits(mha[0]) in (0, 9 * PAGE_TOKENS)
         assert mha[0].storage_backend.batch_set_v1(["new"], torch.arange(PAGE_TOKENS)) == [False]
     with owner(device, socket):
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         for controller in mha:  # each connects again by itself
             while not controller.storage_backend.batch_set_v1(["new"], torch.arange(PAGE_TOKENS))[0]:
                 assert time.monotonic() < deadline_s, "it has not connected again"

@@ -76,11 +76,11 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until what was offered is stored."""
-        self.tier._jobs.drain(30)
+        assert self.tier._jobs.drain(120)
 
     def forget(self) -> None:
         """All that is in memory: the prefix cache and the primary tier."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not self.llm.reset_prefix_cache(reset_connector=True):
             assert time.monotonic() < until, "the cache is not reset"
             time.sleep(0.05)
@@ -138,8 +138,8 @@ def warm(model: Path, device: str) -> dict[str, Any]:
 
 
 def trouble(model: Path, device: str) -> dict[str, Any]:
-    """Another process, and all that can go wrong in it."""
-    engine = Engine(model, device, load_deadline_s=1.0)
+    """Another process, and all that can go wrong in it. Loads are late only while the device stalls."""
+    engine = Engine(model, device, load_deadline_s=60.0)
     tier = engine.tier
     found = {"first": engine.ask(prompt(1))}
 
@@ -154,14 +154,17 @@ def trouble(model: Path, device: str) -> dict[str, Any]:
     engine.forget()
     gated = tier._jobs._store = GatedStore(tier._store)
     gated.gate.clear()
+    tier._jobs._deadlines_s[True] = 1.0
     found["stalled"] = engine.ask(prompt(1))
     found["still_stalled"] = engine.ask(prompt(2))
     found["stalled_metrics"] = engine.metrics()
     gated.gate.set()
     engine.settle()
-    until = time.monotonic() + 20
-    while tier._jobs.stalled and time.monotonic() < until:
+    until = time.monotonic() + 60
+    while tier._jobs.stalled:
+        assert time.monotonic() < until, "it stalls for ever"
         time.sleep(0.01)
+    tier._jobs._deadlines_s[True] = 60.0
     engine.forget()
     found["second_after_stall"] = engine.ask(prompt(2))
     found["first_after_stall"] = engine.ask(prompt(1))
