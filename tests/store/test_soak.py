@@ -190,8 +190,13 @@ def test_slow_readers_are_no_finding(soak: ModuleType, image_dir: Path) -> None:
 def test_reuse_under_a_reader_is_noticed(
     soak: ModuleType, image_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Extents of a deleted chunk are given out at once, whoever reads them still."""
+    """Extents of a deleted chunk are given out at once, whoever reads them still. On a busy machine somebody
+    does once in a second or two.
+    """
     monkeypatch.setattr(Index, "leases", lambda *_: 0)
     monkeypatch.setattr(Allocator, "defer", lambda self, extents, _: self.release(extents))
-    figures = run(soak, image_dir / "store", 4)
-    assert figures["wrong"] + figures["inconsistent"]
+    for turn in range(20):
+        figures = run(soak, image_dir / f"store {turn}", 4)
+        if figures["wrong"] + figures["inconsistent"]:
+            return
+    pytest.fail("it was not noticed")
