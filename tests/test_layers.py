@@ -20,11 +20,11 @@ ANYWHERE = {"blockkv.errors", "blockkv.device.base"}
 """Contracts rather than code: importable from every layer."""
 
 LAYERS: list[set[str]] = [
-    {"_native", "memory"},
+    {"_native", "logs", "memory"},
     {"device"},
     {"catalog", "space", "format", "encryption"},
     {"store", "tensors", "kv_layout", "gpu"},
-    {"serving"},
+    {"serving", "tracing"},
     {"residency"},
     {"", "archive", "kv_size", "metrics", "prefix", "testing"},  # "" is blockkv/__init__.py: the public names
     {"cli", "connectors", "demo", "bench"},

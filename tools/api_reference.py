@@ -28,6 +28,7 @@ MODULES = {
     "blockkv.gpu": "streams to an accelerator",
     "blockkv.archive": "chunks to other stores and files",
     "blockkv.metrics": "Prometheus",
+    "blockkv.tracing": "OpenTelemetry",
     "blockkv.catalog.eviction": "who leaves",
     "blockkv.catalog.admission": "what is written",
     "blockkv.catalog.wear": "how much is written a day",

@@ -12,6 +12,7 @@ from blockkv.serving.client import ClientStore
 from blockkv.serving.wire import socket_path
 from blockkv.store import Store
 from blockkv.store import open_any as open_here
+from blockkv.tracing import tracing_wanted
 
 __all__ = ["open_any"]
 
@@ -27,10 +28,11 @@ def _or_served(opens: Callable[P, Store]) -> Callable[P, Store]:
 
     @functools.wraps(opens)
     def run(*given: P.args, **options: P.kwargs) -> Store:
+        as_wanted: Callable[[Store], Store] = tracing_wanted()
         path = given[0] if given else options.get("path")
         socket_at = socket_path(path)
         if socket_at is None:
-            return opens(*given, **options)
+            return as_wanted(opens(*given, **options))
         wanted: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
             if name == "path":
@@ -42,7 +44,7 @@ def _or_served(opens: Callable[P, Store]) -> Callable[P, Store]:
                 raise InvalidArgument(
                     f"{socket_at}: {name} is for the owner of the store; give it to `blockkv serve`"
                 )
-        return ClientStore(socket_at, **wanted)
+        return as_wanted(ClientStore(socket_at, **wanted))
 
     return run
 
