@@ -38,6 +38,7 @@ from xxhash import xxh3_128
 from blockkv.catalog.layouts import Layout
 from blockkv.errors import ArchiveError, BatchError, StoreFull
 from blockkv.format.record import key_digest
+from blockkv.logs import logger_for
 from blockkv.memory import empty
 from blockkv.store import Store
 from blockkv.store.keys import encode_key
@@ -183,7 +184,7 @@ def _filled(source: Store, batch: _Batch, moved: Moved) -> list[_Chunk]:
         found = source.get_many([one.key for one in batch.chunks], [one.payload for one in batch.chunks])
     except BatchError as error:
         found = [one is True for one in error.results]
-        logger.warning("chunks are left out: %s", error)
+        logger_for(source._where).warning("chunks are left out: %s", error)
     moved.lost += len(batch.chunks) - sum(found)
     return [chunk for chunk, is_there in zip(batch.chunks, found, strict=True) if is_there]
 

@@ -21,6 +21,7 @@ from blockkv.encryption.secret import ENVIRONMENT
 from blockkv.errors import BlockKVError
 
 EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {text}" for code, text in MEANINGS.items())
+SIZES = "SIZE is in bytes, or with a binary unit: 4096, 64KiB, 1.5GiB; RATE is a SIZE a second: 200MiB/s."
 COMPLETION = """\b
 Shell completion:
   bash  eval "$(_BLOCKKV_COMPLETE=bash_source blockkv)"
@@ -120,13 +121,18 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]], click.Command]:
-    """Register a command of `cli`; its function gets an `Output` first, then its parameters."""
-    return command_of(cli, name, **settings)
+def command(
+    name: str, *, examples: Sequence[str], **settings: Any
+) -> Callable[[Callable[..., int | None]], click.Command]:
+    """Register a command of `cli`; its function gets an `Output` first, then its parameters.
+
+    `examples` are command lines without their first word.
+    """
+    return command_of(cli, name, examples=examples, **settings)
 
 
 def command_of(
-    group: click.Group, name: str, **settings: Any
+    group: click.Group, name: str, *, examples: Sequence[str], **settings: Any
 ) -> Callable[[Callable[..., int | None]], click.Command]:
     """Like `command`, for a subgroup."""
 
@@ -143,9 +149,18 @@ def command_of(
 
         debug = click.option("--debug", is_flag=True, help="Show where an error was raised.")
         as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-        return group.command(name, **settings)(as_json(debug(run)))
+        made = group.command(name, **settings)(as_json(debug(run)))
+        made.epilog = _epilog(made, examples)
+        return made
 
     return register
+
+
+def _epilog(made: click.Command, examples: Sequence[str]) -> str:
+    """What the help of a command ends with."""
+    lines = ["\b\nExamples:", *(f"  blockkv {example}" for example in examples)]
+    sizes = [SIZES] if any(one.type.name in ("size", "rate") for one in made.params) else []
+    return "\n".join(lines) + "\n\n" + "\n\n".join([*sizes, "Exit codes: see `blockkv --help`."])
 
 
 def key_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blockkv.archive import Moved, Progress
 
 
-@command("copy")
+@command("copy", examples=["copy /dev/nvme1n1 /dev/nvme2n1"])
 @store_argument
 @degraded_option
 @click.argument("target")
@@ -42,7 +42,7 @@ def copy(output: Output, store_path: StorePath, degraded: bool, target: str, no_
         return _carried_out(output, "copying", lambda told: archive.copy(source, store, progress=told))
 
 
-@command("dump")
+@command("dump", examples=["dump /dev/nvme1n1 kv.tar", "dump /dev/nvme1n1 - | zstd > kv.tar.zst"])
 @store_argument
 @degraded_option
 @click.argument("file", type=click.Path(allow_dash=True))
@@ -61,7 +61,7 @@ def dump(output: Output, store_path: StorePath, degraded: bool, file: str) -> in
         )
 
 
-@command("load")
+@command("load", examples=["load /dev/nvme1n1 kv.tar"])
 @store_argument
 @degraded_option
 @click.argument("file", type=click.Path(allow_dash=True))

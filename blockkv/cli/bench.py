@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from blockkv.bench.compare import CaseResult, Memory, Op, ShapeResult
 
 
-@command("bench")
+@command("bench", examples=["bench /dev/nvme1n1p4 --chunk 2MiB --op get --force"])
 @click.argument("device", type=click.Path())
 @click.option(
     "--chunk",
@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 @click.option(
     "--batch", "batch_bytes", type=Size(), default="64MiB", show_default=True, help="Payload of one call."
 )
-@click.option("--op", "ops", type=click.Choice(["get", "put"]), multiple=True, default=("get", "put"))
+@click.option(
+    "--op",
+    "ops",
+    type=click.Choice(["get", "put"]),
+    multiple=True,
+    default=("get", "put"),
+    help="Only one of both.",
+)
 @click.option("--no-verify", is_flag=True, help="Gets without checking: what it costs.")
 @click.option(
     "--memory",
@@ -39,7 +46,11 @@ if TYPE_CHECKING:
 )
 @click.option("--pairs", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each case.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0.05), default=1.5, show_default=True, help="Of one run."
+    "--seconds",
+    type=click.FloatRange(min=0.05),
+    default=1.5,
+    show_default=True,
+    help="Of one run, in seconds.",
 )
 @click.option("--force", is_flag=True, help="Overwrite what was found on the device. Never what is in use.")
 def bench(

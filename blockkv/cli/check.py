@@ -14,7 +14,7 @@ from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output, key_text
 
 
-@command("check")
+@command("check", examples=["check /dev/nvme1n1 --payload", "check /dev/nvme1n1 --payload --repair --json"])
 @store_argument
 @degraded_option
 @click.option("--payload", is_flag=True, help="Read and verify every chunk, not only the metadata.")
@@ -78,7 +78,7 @@ def _finding_line(finding: blockkv.Finding) -> str:
     return f"{device}{finding.structure}{key}{finding.where}: {finding.what}; --repair {finding.remedy.value}"
 
 
-@command("scrub")
+@command("scrub", examples=["scrub /dev/nvme1n1 --rate 200MiB/s"])
 @store_argument
 @degraded_option
 @click.option(

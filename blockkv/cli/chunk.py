@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blockkv import ChunkInfo
 
 
-@command("ls")
+@command("ls", examples=["ls /dev/nvme1n1 --prefix prompt- --limit 20", "ls /run/blockkv/kv0/kv.sock --json"])
 @store_argument
 @degraded_option
 @click.option("--prefix", default="", help="Only keys that start with this text.")
@@ -75,7 +75,7 @@ def _print_chunks(chunks: list[dict[str, Any]], *, several: bool) -> None:
         lines(rows, header=header, right=" r")
 
 
-@command("put")
+@command("put", examples=["put /dev/nvme1n1 my-key chunk.bin", "put /dev/nvme1n1 hex:00ff - < chunk.bin"])
 @store_argument
 @degraded_option
 @key_argument
@@ -136,7 +136,7 @@ def _array(source: BinaryIO, file: str) -> Any:
         raise InvalidArgument(f"{file} is not a NumPy array that torch can hold: {error}") from error
 
 
-@command("get")
+@command("get", examples=["get /dev/nvme1n1 my-key chunk.bin", "get /dev/nvme1n1 my-key --npy > chunk.npy"])
 @store_argument
 @degraded_option
 @key_argument
@@ -202,7 +202,7 @@ def _content(store: blockkv.Store, info: ChunkInfo, npy: bool) -> mmap.mmap | by
     return file.getvalue()
 
 
-@command("rm")
+@command("rm", examples=["rm /dev/nvme1n1 my-key hex:00ff"])
 @store_argument
 @degraded_option
 @click.argument("keys", nargs=-1, required=True)

@@ -34,7 +34,7 @@ PLAIN_WIDTH = 110
 """Columns of the summary when it does not go to a terminal."""
 
 
-@command("demo")
+@command("demo", examples=["demo", "demo /dev/nvme1n1p4 --skip-fio"])
 @click.argument("device", type=click.Path(), required=False)
 @click.option("--size", "size_bytes", type=Size(), default="512MiB", show_default=True, help="Of the file.")
 @click.option("--force", is_flag=True, help="Overwrite what was found on DEVICE. Never what is in use.")
@@ -46,9 +46,22 @@ PLAIN_WIDTH = 110
     show_default=True,
     help="What stands for 512 tokens of the trace.",
 )
-@click.option("--requests", "request_count", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option(
+    "--requests",
+    "request_count",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Of the trace.",
+)
 @click.option("--trace", "trace_path", type=click.Path(), help="Another trace (JSON lines; .gz, .xz).")
-@click.option("--prompt-tokens", type=click.IntRange(min=2, max=28000), default=5000, show_default=True)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=2, max=28000),
+    default=5000,
+    show_default=True,
+    help="Of the book, for the model.",
+)
 @click.option(
     "--kill-after",
     "kill_after_tokens",
@@ -57,9 +70,22 @@ PLAIN_WIDTH = 110
     show_default=True,
     help="Durable tokens to wait for before the kill.",
 )
-@click.option("--generate", "generate_tokens", type=click.IntRange(min=1), default=24, show_default=True)
-@click.option("--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option(
+    "--generate",
+    "generate_tokens",
+    type=click.IntRange(min=1),
+    default=24,
+    show_default=True,
+    help="Tokens to generate then.",
+)
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Tokens in a chunk of the model.",
+)
+@click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True, help="Of the model.")
 @click.option("--skip-fio", is_flag=True, help="Leave out the comparison with fio.")
 def demo(
     output: Output,

@@ -20,10 +20,23 @@ SENTENCES = (
 EXIT_CODES = (ExitCode.OK, ExitCode.OK, ExitCode.NEGATIVE, ExitCode.REFUSED, ExitCode.DEVICE)
 
 
-@command("doctor")
+@command(
+    "doctor",
+    examples=[
+        "doctor",
+        "doctor /dev/nvme1n1 --fix-hint",
+        "doctor /dev/nvme1n1 --udev-rule kv0 >> /etc/udev/rules.d/60-blockkv.rules",
+    ],
+)
 @click.argument("store_path", metavar="[DEVICE]", required=False, type=click.Path(readable=False))
 @click.option("--fix-hint", is_flag=True, help="Print the commands that would help; none of them is run.")
-def doctor(output: Output, store_path: str | None, fix_hint: bool) -> int:
+@click.option(
+    "--udev-rule",
+    "rule_name",
+    metavar="NAME",
+    help="Print the udev rule that makes DEVICE /dev/blockkv/NAME, of group blockkv, and nothing else.",
+)
+def doctor(output: Output, store_path: str | None, fix_hint: bool, rule_name: str | None) -> int:
     """Say whether this machine suits blockkv, and DEVICE too: several are separated by commas.
 
     Looks at the kernel and its limits; at who uses the device, its format, cache and health. Nothing is
@@ -32,6 +45,8 @@ def doctor(output: Output, store_path: str | None, fix_hint: bool) -> int:
     """
     from blockkv.cli.examine import Observation, Verdict, examine_device, examine_host
 
+    if rule_name is not None:
+        return _print_rule(output, store_path, rule_name)
     paths: StorePath = parse_store(store_path) if store_path is not None else []
     found: list[tuple[str | None, Observation]] = [(None, one) for one in examine_host()]
     for path in [paths] if isinstance(paths, str) else paths:
@@ -68,3 +83,14 @@ def doctor(output: Output, store_path: str | None, fix_hint: bool) -> int:
 
     output.document(document, text)
     return EXIT_CODES[worst]
+
+
+def _print_rule(output: Output, path: str | None, name: str) -> int:
+    from blockkv.cli.udev_rule import udev_rule
+    from blockkv.device.namespace import identify
+
+    if path is None:
+        raise click.UsageError("--udev-rule takes the DEVICE that the rule is for")
+    rule = udev_rule(identify(path), name)
+    output.document({"device": path, "rule": rule}, lambda: click.echo(rule))
+    return ExitCode.OK

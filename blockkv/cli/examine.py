@@ -26,6 +26,7 @@ from pathlib import Path
 from blockkv.cli import endurance as endurances
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.image import Image
+from blockkv.cli.udev_rule import GROUP, RULES, udev_rule
 from blockkv.device import holders, nvme_admin
 from blockkv.device.base import Limits
 from blockkv.device.engine import NativeDevice, checksum_variant
@@ -153,6 +154,7 @@ def _io_uring() -> Iterator[Observation]:
             f"{reason}: a seccomp filter{where} denies it",
             (
                 "# allow io_uring_setup, io_uring_enter and io_uring_register in the seccomp profile:",
+                "# seccomp_profile.py PROFILE > FILE (it comes with blockkv)",
                 "# docker run --security-opt seccomp=FILE; kubernetes: securityContext.seccompProfile",
             ),
         )
@@ -248,11 +250,12 @@ def _permission(identity: Identity) -> Observation:
     if not stat.S_ISBLK(status.st_mode):
         fixes: tuple[str, ...] = (f"chown {shlex.quote(user)} {shlex.quote(path)}",)
     else:
-        match = f'ATTR{{wwid}}=="{identity.wwid}"' if identity.wwid else f'KERNEL=="{Path(path).name}"'
-        rule = f'SUBSYSTEM=="block", {match}, OWNER="{user}", GROUP="disk", MODE="0660"'
         fixes = (
-            f"echo {shlex.quote(rule)} > /etc/udev/rules.d/60-blockkv.rules",
+            f"groupadd --force --system {GROUP} && usermod --append --groups {GROUP} {shlex.quote(user)}",
+            "# kv0 is a name of your choice, another one for each device: it will be /dev/blockkv/kv0",
+            f"echo {shlex.quote(udev_rule(identity, 'kv0'))} >> {RULES}",
             f"udevadm control --reload && udevadm trigger {shlex.quote(path)}",
+            f"# processes of {user} that run already are not in the group: end them, and log in again",
         )
     return Observation("permission", Verdict.UNUSABLE, f"{user} may {what} it", fixes)
 

@@ -46,7 +46,7 @@ def _shown(key: bytes, full: bool) -> str:
 # -- superblock ----------------------------------------------------------------------------------------
 
 
-@command_of(inspect, "superblock")
+@command_of(inspect, "superblock", examples=["inspect superblock /dev/nvme1n1"])
 @device_argument
 def superblock(output: Output, store_path: str) -> int:
     """The eight superblock slots, and the fields of the one that counts. Exits 5 when there is none."""
@@ -131,7 +131,7 @@ def _superblock_document(found: Superblock | None) -> dict[str, Any] | None:
 # -- journal -------------------------------------------------------------------------------------------
 
 
-@command_of(inspect, "journal")
+@command_of(inspect, "journal", examples=["inspect journal /dev/nvme1n1 --records --limit 5"])
 @device_argument
 @click.option("--limit", type=click.IntRange(min=0), default=50, show_default=True, help="Pages to list.")
 @click.option("--records", is_flag=True, help="List the records of each page.")
@@ -240,7 +240,7 @@ def _layout_text(body: bytes | None) -> str:
 # -- checkpoint ----------------------------------------------------------------------------------------
 
 
-@command_of(inspect, "checkpoint")
+@command_of(inspect, "checkpoint", examples=["inspect checkpoint /dev/nvme1n1"])
 @device_argument
 @click.option("--records", is_flag=True, help="List the records.")
 @full_keys
@@ -281,7 +281,7 @@ def checkpoint(output: Output, store_path: str, records: bool, full_keys: bool) 
 # -- extents -------------------------------------------------------------------------------------------
 
 
-@command_of(inspect, "extents")
+@command_of(inspect, "extents", examples=["inspect extents /dev/nvme1n1"])
 @device_argument
 @click.option("--limit", type=click.IntRange(min=0), default=100, show_default=True, help="Lines to list.")
 @full_keys
@@ -356,7 +356,7 @@ def _map(contents: Contents, full: bool) -> tuple[list[dict[str, Any]], list[str
 # -- chunk ---------------------------------------------------------------------------------------------
 
 
-@command_of(inspect, "chunk")
+@command_of(inspect, "chunk", examples=["inspect chunk /dev/nvme1n1 my-key"])
 @device_argument
 @key_argument
 @click.option("--payload", "dump", is_flag=True, help="Show the beginning of the payload.")

@@ -30,7 +30,7 @@ dtype_option = click.option(
 )
 
 
-@command("calibrate")
+@command("calibrate", examples=["calibrate /dev/nvme1n1 --chunk 1MiB --json > calibration.json"])
 @store_argument
 @click.option(
     "--chunk", "chunk_bytes", type=Size(), default="2MiB", show_default=True, help="Size of the chunks."
@@ -111,7 +111,13 @@ def _show_calibration(found: Calibration, pays: list[tuple[str, object]]) -> Non
     )
 
 
-@command("size")
+@command(
+    "size",
+    examples=[
+        "size model/config.json --context 131072",
+        "size --layers 32 --kv-heads 8 --head-dim 128 --prefill 15000 --bandwidth 7",
+    ],
+)
 @click.argument("config_path", metavar="[MODEL_CONFIG]", required=False, type=click.Path())
 @click.option("--layers", type=click.IntRange(min=1), help="Instead of MODEL_CONFIG, with the next two.")
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Heads of K and of V in a layer.")

@@ -45,7 +45,7 @@ class _Device:
         return int(self.facts["data_bytes"]) // UNIT_BYTES
 
 
-@command("map")
+@command("map", examples=["map /dev/nvme1n1 --by age --png map.png"])
 @store_argument
 @degraded_option
 @click.option(

@@ -20,7 +20,7 @@ def key_slots() -> None:
     """What opens an encrypted store: list, add and remove. Nobody may have it open meanwhile."""
 
 
-@command_of(key_slots, "list")
+@command_of(key_slots, "list", examples=["key-slots list /dev/nvme1n1"])
 @store_argument
 def list_slots(output: Output, store_path: StorePath) -> None:
     """The key slots in use. Needs no key."""
@@ -47,7 +47,7 @@ def list_slots(output: Output, store_path: StorePath) -> None:
     output.document(rows, text)
 
 
-@command_of(key_slots, "add")
+@command_of(key_slots, "add", examples=["--unlock passphrase key-slots add /dev/nvme1n1 key-file:kv0.key"])
 @store_argument
 @click.argument("new", metavar="SOURCE")
 def add_slot(output: Output, store_path: StorePath, new: str) -> None:
@@ -62,7 +62,7 @@ def add_slot(output: Output, store_path: StorePath, new: str) -> None:
     output.document({"slots": used}, lambda: click.echo(f"added as key slot {', '.join(map(str, used))}"))
 
 
-@command_of(key_slots, "remove")
+@command_of(key_slots, "remove", examples=["--unlock key-file:kv0.key key-slots remove /dev/nvme1n1 0"])
 @store_argument
 @click.argument("slot", type=click.IntRange(0))
 def remove_slot(output: Output, store_path: StorePath, slot: int) -> None:
@@ -76,7 +76,9 @@ def remove_slot(output: Output, store_path: StorePath, slot: int) -> None:
     output.document({"removed": slot}, lambda: click.echo(f"key slot {slot} is removed"))
 
 
-@command("wipe")
+@command(
+    "wipe", examples=["wipe /dev/nvme1n1", "wipe /dev/nvme1n1 --uuid 5ee3a5c0-90b4-4a0c-b6a5-9d6f3a6b2f10"]
+)
 @device_argument
 @click.option("--uuid", metavar="UUID", help="Of the store that is there: the consent to make it unreadable.")
 @click.option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,11 +17,16 @@ import click
 import blockkv
 from blockkv.cli.app import StorePath, command, store_argument
 from blockkv.cli.byte_sizes import Rate, Size, size_text
+from blockkv.cli.exit_code import ExitCode, exit_code_of
+from blockkv.cli.log_output import FORMATS, LEVELS, log_output
 from blockkv.cli.output import Output
-from blockkv.errors import DeviceBusy, InvalidArgument
+from blockkv.errors import BlockKVError, DeviceBusy, InvalidArgument
+from blockkv.logs import logger_for
 
 if TYPE_CHECKING:
     from blockkv.serving.owner import Owner
+
+logger = logging.getLogger("blockkv")
 
 SWITCH_S = 0.0005
 """How long one thread may keep Python from another that waits: clients wait for answers of microseconds."""
@@ -44,27 +50,69 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         return mode
 
 
-@command("serve")
+@command(
+    "serve",
+    examples=[
+        "serve /dev/nvme1n1 --socket /run/blockkv.sock --mode 0660 --group blockkv",
+        "serve /dev/nvme1n1 --socket kv.sock --scrub 50MiB/s --write-budget 2TiB --log-format json",
+    ],
+)
 @store_argument
-@click.option("--socket", "socket_at", type=click.Path(), required=True, help="Where clients connect.")
-@click.option("--mode", type=_Mode(), default="0600", show_default=True, help="Who may connect: permissions.")
+@click.option(
+    "--socket",
+    "socket_at",
+    type=click.Path(),
+    required=True,
+    help="Where clients connect: a Unix socket is made there.",
+)
+@click.option(
+    "--mode",
+    type=_Mode(),
+    default="0600",
+    show_default=True,
+    help="Who may connect: permissions of the socket, in octal.",
+)
 @click.option("--group", help="Group of the socket, by name or number.")
 @click.option("--no-evict", is_flag=True, help="Refuse puts when it is full, instead of evicting.")
 @click.option("--eviction", default="lru", show_default=True, help="Who leaves: lru, prefix or s3fifo.")
 @click.option("--admission", default="all", show_default=True, help="What is written: all, twice, adaptive.")
-@click.option("--quota", "quotas", multiple=True, metavar="FAMILY=SIZE", help="Most bytes of a family.")
+@click.option(
+    "--quota",
+    "quotas",
+    multiple=True,
+    metavar="FAMILY=SIZE",
+    help="Most bytes of a family; may be given several times.",
+)
 @click.option("--write-budget", type=Size(), help="Most bytes written in a day, metadata included.")
 @click.option("--discard", is_flag=True, help="Tell the device about freed space.")
 @click.option("--scrub", "scrub_rate", type=Rate(), help="Verify everything, again and again, at this rate.")
 @click.option(
-    "--commit-interval-ms", type=float, default=10.0, show_default=True, help="How soon puts become durable."
+    "--commit-interval-ms",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="How soon puts become durable, in milliseconds.",
 )
 @click.option(
     "--wait-s",
     type=click.FloatRange(min=0),
     default=10.0,
     show_default=True,
-    help="How long to wait for the clients of an owner that was killed to let go of the device.",
+    help="How long to wait, in seconds, for the clients of an owner that was killed to let go of the device.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    help="What is logged, on stderr: lines for people, or one JSON object a line.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS),
+    default="info",
+    show_default=True,
+    help="The least that is logged.",
 )
 def serve(
     output: Output,
@@ -81,15 +129,15 @@ def serve(
     scrub_rate: int | None,
     commit_interval_ms: float,
     wait_s: float,
-) -> None:
+    log_format: str,
+    log_level: str,
+) -> int:
     """Open a store for many processes, and serve its catalog at a socket.
 
     Clients open the socket as if it were the device (`blockkv.open`, and the STORE of most commands) and read
     and write the device themselves. Ends with SIGTERM or SIGINT: then the store is closed cleanly. Killed, it
     loses what a crash loses; clients go on when it is started again. Tells systemd when it is ready.
     """
-    from blockkv.serving.owner import Owner
-
     group_id = _group(group)
     options = {
         "evict": not no_evict,
@@ -100,6 +148,30 @@ def serve(
         "discard": discard,
         "commit_interval_ms": commit_interval_ms,
     }
+    with log_output(log_format, log_level):
+        try:
+            _serve(output, store_path, options, wait_s, (socket_at, mode, group_id), scrub_rate, log_format)
+        except (BlockKVError, OSError) as error:
+            if log_format != "json" or output.as_json:
+                raise
+            logger.error("%s", error, extra={"store": str(store_path)})
+            return exit_code_of(error)
+    return ExitCode.OK
+
+
+def _serve(
+    output: Output,
+    store_path: StorePath,
+    options: dict[str, Any],
+    wait_s: float,
+    place: tuple[str, int, int | None],
+    scrub_rate: int | None,
+    log_format: str,
+) -> None:
+    """Until a signal ends it. `place`: socket, its mode and group. Raises what opening and closing raise."""
+    from blockkv.serving.owner import Owner
+
+    socket_at, mode, group_id = place
     stopper = _Stopper()
     with stopper:
         store = _opened(store_path, options, wait_s)
@@ -113,11 +185,17 @@ def serve(
             stack.callback(sys.setswitchinterval, sys.getswitchinterval())
             sys.setswitchinterval(SWITCH_S)
             stopper.owner = owner
-            _tell(output, owner)
+            if log_format == "json" and not output.as_json:
+                logger.info("%s", _facts(owner)[1], extra={"store": owner.path})
+            else:
+                _tell(output, owner)
             _notify("READY=1")
             if scrub_rate is not None:
                 _scrub_for_ever(store, scrub_rate)
             owner.serve()
+            logger_for(owner.path).info(
+                "ends: what clients have in flight is waited for, then all is made durable"
+            )
             _notify("STOPPING=1")
 
 
@@ -165,7 +243,8 @@ def _scrub_for_ever(store: blockkv.Store, bytes_per_s: int) -> None:
     store.start_scrub(bytes_per_s).add_done_callback(again)
 
 
-def _tell(output: Output, owner: Owner) -> None:
+def _facts(owner: Owner) -> tuple[dict[str, Any], str]:
+    """What is served, as a document and as a line."""
     info, stats = owner.info(), owner.stats()
     document = {
         "socket": owner.path,
@@ -179,13 +258,15 @@ def _tell(output: Output, owner: Owner) -> None:
         "free_bytes": stats["free_bytes"],
     }
 
-    def text() -> None:
-        click.echo(
-            f"serving {info['path']} at {owner.path}: {stats['chunks']} chunks, "
-            f"{size_text(stats['free_bytes'])} of {size_text(stats['data_bytes'])} free"
-        )
+    return document, (
+        f"serving {info['path']} at {owner.path}: {stats['chunks']} chunks, "
+        f"{size_text(stats['free_bytes'])} of {size_text(stats['data_bytes'])} free"
+    )
 
-    output.document(document, text)
+
+def _tell(output: Output, owner: Owner) -> None:
+    document, line = _facts(owner)
+    output.document(document, lambda: click.echo(line))
     sys.stdout.flush()
 
 

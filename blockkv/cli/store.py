@@ -17,7 +17,14 @@ from blockkv.format.geometry import Geometry, Zone, plan
 from blockkv.format.superblock import MAGIC, SUPERBLOCK
 
 
-@command("format")
+@command(
+    "format",
+    examples=[
+        "format /dev/nvme1n1 --average-chunk 2MiB",
+        "format kv.img --size 64GiB",
+        "format /dev/nvme1n1,/dev/nvme2n1 --dry-run",
+    ],
+)
 @store_argument
 @click.option("--size", "size_bytes", type=Size(), help="Create a regular file of this size.")
 @click.option(
@@ -149,7 +156,7 @@ def _print_zones(path: str, geometry: Geometry) -> None:
     lines(rows, header=["zone", "offset", "size"], right=" rr")
 
 
-@command("grow")
+@command("grow", examples=["grow /dev/nvme1n1 --dry-run", "grow /dev/nvme1n1"])
 @store_argument
 @click.option("--dry-run", is_flag=True, help="Show what there is to gain and write nothing.")
 def grow(output: Output, store_path: StorePath, dry_run: bool) -> None:
@@ -178,7 +185,7 @@ def grow(output: Output, store_path: StorePath, dry_run: bool) -> None:
     output.document(document, text)
 
 
-@command("info")
+@command("info", examples=["info /dev/nvme1n1", "info /run/blockkv/kv0/kv.sock --json"])
 @store_argument
 @degraded_option
 def info(output: Output, store_path: StorePath, degraded: bool) -> None:

@@ -156,10 +156,15 @@ def drives_of(url: str, stores: Iterable[str]) -> dict[str, Endurance | None]:
     return {store: of_device(store)[0] if here else None for store in stores}
 
 
-@command("top")
+@command("top", examples=["top http://127.0.0.1:9105/metrics --rated-tbw 600", "top --once --json"])
 @click.argument("url", default="http://127.0.0.1:9105/metrics")
 @click.option(
-    "--interval", "interval_s", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Seconds."
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks.",
 )
 @click.option("--once", is_flag=True, help="Show one interval and end; so does --json.")
 @click.option(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import platform
 import stat
@@ -31,12 +30,11 @@ from blockkv._native import ffi, lib
 from blockkv.device import nvme_admin, passthrough
 from blockkv.device.base import Batch, Device, Limits, device_error, opened_for_writing
 from blockkv.errors import DeviceError, DeviceReadOnly, InvalidArgument, StoreClosed
+from blockkv.logs import logger_for
 
 __all__ = ["NativeDevice", "checksum_variant", "leaf_checksum", "leaf_checksums"]
 
 EngineName = Literal["auto", "io_uring", "threads", "passthrough"]
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_DEPTH = 256
 """Requests in flight. Tutti saw mass waits at depth 64; 256 of 256 KiB are 9 ms of a 7 GB/s drive."""
@@ -449,7 +447,7 @@ def _start_completion_thread(path: str, engine: _Engine, in_flight: dict[int, Ba
             try:
                 batch.on_done(batch)
             except Exception:
-                logger.exception("%s: on_done of a batch raised", path)
+                logger_for(path).exception("on_done of a batch raised")
             del batch, flight
 
     thread = threading.Thread(target=run, name="blockkv-done", daemon=True)
@@ -506,7 +504,7 @@ def _open_engine(path: str, options: dict[str, int], wanted: EngineName) -> tupl
         reason = _refusal(refusal)
         if wanted == "io_uring":
             raise DeviceError(f"{path}: {reason}; use engine='threads' or 'auto'", refusal.errno) from None
-        logger.warning("%s: %s; falling back to threads", path, reason)
+        logger_for(path).warning("%s; falling back to threads", reason)
         return _start(path, options, lib.BKV_BACKEND_THREADS), "threads", reason
     return engine, "io_uring", f"available on Linux {platform.release()}"
 

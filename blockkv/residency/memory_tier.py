@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 from blockkv.catalog.layouts import Layout
 from blockkv.device.base import UNIT_BYTES
 from blockkv.errors import BatchError, BlockKVError, InvalidArgument
+from blockkv.logs import logger_for
 from blockkv.residency.arena import Arena, Part
 from blockkv.residency.budget import Estimate, MemoryBudget
 from blockkv.residency.copies import tensors_in
@@ -34,8 +34,6 @@ from blockkv.store.state import GROWING
 from blockkv.store.store import Store
 
 __all__ = ["COUNTERS", "MemoryTier", "Resident"]
-
-logger = logging.getLogger("blockkv")
 
 RANKED_CHUNKS = 512
 """Of the chunks that could leave, those used longest ago are ranked, up to so many: ranks change with every
@@ -298,7 +296,7 @@ class MemoryTier:
                     try:
                         growing.spill()
                     except BlockKVError as error:
-                        logger.warning("a growing chunk stays in memory: %s", error)
+                        logger_for(self.store._where).warning("a growing chunk stays in memory: %s", error)
                         one.stuck = True
             # Those that were sealed meanwhile are among them.
             self.write_back([one for one in victims if one.found])
@@ -336,7 +334,9 @@ class MemoryTier:
             failed = dict.fromkeys(range(len(chosen)), error)
         for number, one in enumerate(chosen):
             if number in failed:
-                logger.warning("a chunk of %d bytes is lost: %s", one.size_bytes, failed[number])
+                logger_for(self.store._where, chunk_bytes=one.size_bytes).warning(
+                    "a chunk of %d bytes is lost: %s", one.size_bytes, failed[number]
+                )
                 self.count("write_backs_failed", 0, "")
             elif not written[number] and not self.store.contains(one.key):
                 self.count("write_backs_refused", 0, "")
@@ -476,7 +476,9 @@ class MemoryTier:
             held += 1
         if held < len(waiting):
             lost = sum(not one.in_store for one in waiting[: len(waiting) - held])
-            logger.warning("%d chunks in memory are lost: the write budget does not hold them", lost)
+            logger_for(self.store._where, chunks=lost).warning(
+                "%d chunks in memory are lost: the write budget does not hold them", lost
+            )
             with self.lock:
                 self._counters["write_backs_refused"] += lost
         return waiting[len(waiting) - held :]

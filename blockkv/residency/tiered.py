@@ -13,7 +13,6 @@ Not here: which chunks are in memory and who has to leave (`memory_tier`), chunk
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from blockkv.errors import BatchError, BlockKVError, InvalidArgument, StoreClosed
+from blockkv.logs import described, logger_for
 from blockkv.residency.budget import Estimate, MemoryBudget
 from blockkv.residency.copies import copy_out, gather
 from blockkv.residency.growing import TieredGrowingChunk
@@ -35,8 +35,6 @@ from blockkv.store.store import BELONGS_TO_PARENT, ChunkInfo, Store, StoreFuture
 from blockkv.tensors import Occupied, Tensors, describe
 
 __all__ = ["TieredStore"]
-
-logger = logging.getLogger("blockkv")
 
 INTERVAL_S = 1.0
 PUT_THREADS = 2
@@ -496,7 +494,9 @@ class TieredStore:
             except StoreClosed:
                 return
             except Exception as error:  # also what a ranker or `admit` raises: the next round may go better
-                logger.error("the memory tier: %r", error)
+                logger_for(self._tier.store._where, error=error).error(
+                    "the memory tier: %s", described(error)
+                )
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:

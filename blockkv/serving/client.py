@@ -21,7 +21,6 @@ import atexit
 import contextlib
 import errno
 import json
-import logging
 import os
 import socket
 import sys
@@ -46,6 +45,7 @@ from blockkv.errors import (
 )
 from blockkv.format import superblock
 from blockkv.format.record import key_digest
+from blockkv.logs import logger_for
 from blockkv.serving import protocol
 from blockkv.serving.client_path import ClientPath
 from blockkv.serving.client_puts import ClientPuts
@@ -70,8 +70,6 @@ from blockkv.store.watch import Watch
 from blockkv.tensors import Tensors, describe
 
 __all__ = ["ClientStore"]
-
-logger = logging.getLogger("blockkv")
 
 PATIENCE_S = 30.0
 """How long the owner may take to answer before it counts as lost. Commits wait for the device."""
@@ -252,7 +250,7 @@ class ClientStore(Store):
             if self._ending.is_set():
                 return
             session.connection.end("it has closed the connection")
-            logger.warning("%s: the owner of the store is gone; gets are misses until it is back", self._path)
+            logger_for(self._path).warning("the owner of the store is gone; gets are misses until it is back")
             self._note_debt(session)
             session.end()
             self._reconnect(session)
@@ -272,11 +270,11 @@ class ClientStore(Store):
             try:
                 session = self._connect()
             except (BlockKVError, OSError) as error:  # short of descriptors, say: not for ever
-                logger.debug("%s", error)
+                logger_for(self._path).debug("%s", error)
                 continue
             if session.uuid != before.uuid:
                 session.end()
-                logger.error("%s: another store is served there now; this one stays lost", self._path)
+                logger_for(self._path).error("another store is served there now; this one stays lost")
                 pause_s = RECONNECT_S[1]
                 continue
             with self._lock:
@@ -288,7 +286,7 @@ class ClientStore(Store):
                 self._session = session
                 for handle in self._registered:
                     self._register_at(session, handle)
-            logger.warning("%s: connected to the owner of the store again", self._path)
+            logger_for(self._path).warning("connected to the owner of the store again")
             return
 
     def _call(self, message: Message, kind: type[A]) -> A:
@@ -680,7 +678,7 @@ def _close_all() -> None:
         try:
             client.close()
         except BlockKVError as error:
-            logger.error("closing at exit: %s", error)
+            logger_for(client._where).error("closing at exit: %s", error)
 
 
 def _abandon_all() -> None:

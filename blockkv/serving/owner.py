@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 import selectors
 import socket
@@ -38,6 +37,7 @@ from typing import Any
 from blockkv.device.engine import NativeDevice
 from blockkv.errors import DeviceBusy, DeviceError, InvalidArgument
 from blockkv.format.superblock import slots_of
+from blockkv.logs import logger_for
 from blockkv.serving import protocol
 from blockkv.serving.client import ClientStore
 from blockkv.serving.protocol import Message
@@ -46,8 +46,6 @@ from blockkv.serving.wire import peer_of
 from blockkv.store import ArrayStore, Store
 
 __all__ = ["Owner"]
-
-logger = logging.getLogger("blockkv")
 
 CLIENT_LIMIT = 256
 WORKERS = 16
@@ -151,7 +149,9 @@ class Owner:
         while self._sessions and (left_s := deadline - time.monotonic()) > 0:
             self._look(left_s)
         for session in self._sessions:
-            logger.warning("%s: %s is gone or does not let go of %s", self.path, session, self._device.path)
+            logger_for(self.path, client=str(session)).warning(
+                "%s is gone or does not let go of %s", session, self._device.path
+            )
         self._device.is_shared = bool(self._sessions)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Session):
@@ -197,11 +197,11 @@ class Owner:
             connection, _ = self._listener.accept()
         except OSError as error:
             if not isinstance(error, BlockingIOError):  # it has gone again
-                logger.warning("%s: a connection was not taken: %s", self.path, error)
+                logger_for(self.path).warning("a connection was not taken: %s", error)
                 time.sleep(ACCEPT_PAUSE_S)
             return
         if len(self._sessions) >= CLIENT_LIMIT:
-            logger.warning("%s: %d clients are connected; another one is refused", self.path, CLIENT_LIMIT)
+            logger_for(self.path).warning("%d clients are connected; another one is refused", CLIENT_LIMIT)
             connection.close()
             return
         connection.settimeout(GREETING_TIMEOUT_S)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import socket
 import struct
 import threading
@@ -47,6 +46,7 @@ from blockkv.format.record import (
     length_of,
     put_bytes_at_most,
 )
+from blockkv.logs import described, logger_for
 from blockkv.serving import protocol
 from blockkv.serving.protocol import Malformed, Message, Outcome, encode
 from blockkv.serving.wire import Frames, Peer
@@ -57,8 +57,6 @@ from blockkv.store.room import displace, make_room, place
 from blockkv.store.watch import Change, Watch
 
 __all__ = ["Session"]
-
-logger = logging.getLogger("blockkv")
 
 LEASE_LIMIT = 1 << 20
 """Leases of one client: more are a fault of it."""
@@ -183,10 +181,12 @@ class Session:
         except OSError as error:
             problem = "" if isinstance(error, ConnectionError) else str(error)
         except Exception as error:
-            logger.exception("%s: serving %s", self._owner.path, self)
-            problem = repr(error)
+            logger_for(self._owner.path, client=str(self)).exception("an error while serving %s", self)
+            problem = described(error)
         if problem:
-            logger.warning("%s: the connection of %s is closed: %s", self._owner.path, self, problem)
+            logger_for(self._owner.path, client=str(self)).warning(
+                "the connection of %s is closed: %s", self, problem
+            )
         self._leave()
 
     def _next(self, frames: Frames) -> Any:
@@ -242,10 +242,12 @@ class Session:
             try:
                 job()
             except (Malformed, OSError) as error:
-                logger.warning("%s: the connection of %s is closed: %s", self._owner.path, self, error)
+                logger_for(self._owner.path, client=str(self)).warning(
+                    "the connection of %s is closed: %s", self, error
+                )
                 self.hang_up()
             except Exception:
-                logger.exception("%s: serving %s", self._owner.path, self)
+                logger_for(self._owner.path, client=str(self)).exception("an error while serving %s", self)
                 self.hang_up()
             finally:
                 with self._lock:

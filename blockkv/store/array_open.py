@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from blockkv.encryption.volume_key import VolumeKey
 from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, InvalidArgument, WrongStore
 from blockkv.format.geometry import SLOTS_PER_COPY
 from blockkv.format.superblock import Membership, Superblock
+from blockkv.logs import logger_for
 from blockkv.store.array_store import ArrayStore
 from blockkv.store.array_term import Standing, set_of, standing_of
 from blockkv.store.create import Target, several
@@ -55,8 +55,6 @@ from blockkv.store.store import (
 from blockkv.store.unlocking import unlock_device
 
 __all__ = ["open_any"]
-
-logger = logging.getLogger("blockkv")
 
 GONE_ERRNOS = frozenset((errno.ENOENT, errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM))
 """What opening the path of a device answers that is not there."""
@@ -164,7 +162,7 @@ def open_any(
                 )
             except DeviceError as error:
                 if degraded and error.errno in GONE_ERRNOS:
-                    logger.warning("%s", error)
+                    logger_for(os.fspath(one)).warning("%s", error)
                     continue
                 raise
             if by_path:
@@ -252,9 +250,8 @@ def _empty(one: _Found, standing: Standing) -> None:
             f"{one.device.path} is outdated, because the array was written to without it, and cannot be "
             f"emptied: {recovered.read_only_reason}"
         )
-    logger.warning(
-        "%s: the array was written to without it; its %d chunks are dropped",
-        one.device.path,
+    logger_for(one.device.path, chunks=len(recovered.index)).warning(
+        "the array was written to without it; its %d chunks are dropped",
         len(recovered.index),
     )
     superblock = dataclasses.replace(
@@ -302,15 +299,18 @@ def _open_members(
                 volume_key=one.volume_key,
             )
             members.append(Member(one.place.member_index, store))
+        where = ",".join(member.path for member in members)
         ambiguous = _held_twice(members)
         if ambiguous:
-            logger.warning("%d keys are held by two members; they are misses", len(ambiguous))
+            logger_for(where, chunks=len(ambiguous)).warning(
+                "%d keys are held by two members; they are misses", len(ambiguous)
+            )
         if ambiguous and standing is not None:
             for member in members:
                 member.drop(ambiguous)
             ambiguous = set()
         if missing:
-            logger.warning("missing from the array: member %s", ", ".join(map(str, missing)))
+            logger_for(where).warning("missing from the array: member %s", ", ".join(map(str, missing)))
     except BaseException:
         for member in members:
             with contextlib.suppress(BlockKVError):

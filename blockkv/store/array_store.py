@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import threading
 import weakref
@@ -43,6 +42,7 @@ from blockkv.errors import (
 )
 from blockkv.format.record import key_digest
 from blockkv.kv_layout import KVLayout, Part
+from blockkv.logs import logger_for
 from blockkv.store.array_term import set_of
 from blockkv.store.check import CheckReport
 from blockkv.store.data_path import DataPath
@@ -72,8 +72,6 @@ from blockkv.store.watch import Watch
 from blockkv.tensors import Occupied, Tensors
 
 __all__ = ["ArrayStore"]
-
-logger = logging.getLogger("blockkv")
 
 MEMBER_THREADS = 32
 """Calls on members that go on at once, for each of puts and gets."""
@@ -499,7 +497,7 @@ class ArrayStore(Store):
             try:
                 report = self._scrub_all(bytes_per_s, told)
             except BaseException as error:
-                logger.error("%s: the scrub ended: %s", self._paths, error)
+                logger_for(self._where).error("the scrub ended: %s", error)
                 problem = error
             finally:
                 self._leave()
@@ -575,7 +573,7 @@ class ArrayStore(Store):
                 member.store.close()
             except BlockKVError as error:
                 if member.lost or self._lose_if_gone(member, error):
-                    logger.warning("%s: closing what is lost: %s", member.path, error)
+                    logger_for(member.path).warning("closing what is lost: %s", error)
                 else:
                     problems.append(error)
         if problems:
@@ -641,9 +639,8 @@ class ArrayStore(Store):
                     f"{member.path} was lost with changes that were not durable yet; what the other members "
                     "hold is durable"
                 )
-            logger.warning(
-                "%s: lost, with %d chunks, which are misses from now on: %s",
-                member.path,
+            logger_for(member.path, chunks=len(member.store)).warning(
+                "lost, with %d chunks, which are misses from now on: %s",
                 len(member.store),
                 error,
             )

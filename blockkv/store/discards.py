@@ -19,7 +19,6 @@ A store without a commit interval has no thread for it: `Store.discard_freed` is
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -27,9 +26,8 @@ from collections import Counter
 from blockkv.device.base import UNIT_BYTES, Device
 from blockkv.errors import BlockKVError
 from blockkv.format.geometry import RUN_UNITS, Geometry
+from blockkv.logs import logger_for
 from blockkv.space.allocator import Allocator, Extent
-
-logger = logging.getLogger("blockkv")
 
 DEFAULT_BYTES_PER_S = float(2 << 30)
 COMMANDS_PER_S = 100
@@ -142,7 +140,7 @@ class Discards:
         except BlockKVError as error:
             self.enabled = False
             size_bytes = 0
-            logger.warning("%s: discards are switched off until the next open: %s", self._device.path, error)
+            logger_for(self._device.path).warning("discards are switched off until the next open: %s", error)
         finally:
             with self._lock:
                 self._allocator.give_back(extent)

@@ -26,7 +26,6 @@ Lock order: `_checkpoint_lock`, then `_commit_lock`, then the store's lock (`_lo
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import threading
 import time
@@ -41,9 +40,8 @@ from blockkv.format.geometry import PAGE_BYTES, SLOTS_PER_COPY, Geometry
 from blockkv.format.journal import build_pages
 from blockkv.format.page import PAGE_PAYLOAD_BYTES, checksum_of
 from blockkv.format.superblock import Membership, Superblock, slots_of
+from blockkv.logs import described, logger_for
 from blockkv.space.allocator import Allocator
-
-logger = logging.getLogger("blockkv")
 
 CHECKPOINT_AT = 0.5
 """Share of the journal in use at which a checkpoint starts in the background."""
@@ -429,15 +427,18 @@ class Log:
             raise self._refusal()
 
     def _refusal(self) -> StoreReadOnly:
+        assert self.failure is not None
         return StoreReadOnly(
-            f"{self._device.path}: no more writes since a metadata write failed: {self.failure!r}"
+            f"{self._device.path}: no more writes since a metadata write failed: {described(self.failure)}"
         )
 
     def fail(self, error: BaseException) -> None:
         """End all writing because of `error`."""
         if self.failure is None:
             self.failure = error
-            logger.error("%s: the store is read-only now: %r", self._device.path, error)
+            logger_for(self._device.path, error=error).error(
+                "the store is read-only now: %s", described(error)
+            )
 
     # -- background ------------------------------------------------------------------------------------
 
@@ -471,7 +472,7 @@ class Log:
                 if self._checkpoint_due():
                     self.checkpoint(needed=self._checkpoint_due, hold_commits=False)
             except BlockKVError as error:
-                logger.error("background commit: %s", error)
+                logger_for(self._device.path).error("background commit: %s", error)
 
 
 def write_all(device: Device, pieces: list[tuple[int, bytes]]) -> None:

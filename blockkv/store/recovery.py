@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,12 +45,11 @@ from blockkv.format.journal import EndReason, Replay, ReplayEnd, page_index
 from blockkv.format.page import COUNTER_LIMIT
 from blockkv.format.record import LayoutRecord, Operation, RecordView
 from blockkv.format.superblock import Superblock, SuperblockRejected
+from blockkv.logs import logger_for
 from blockkv.space.allocator import Allocator, Extent
 from blockkv.store.finding import Finding, Remedy, chunk_finding, slot_findings
 from blockkv.store.log import Tail
 from blockkv.store.verify import MEDIUM_ERRNOS, is_damage, verify_chunks
-
-logger = logging.getLogger("blockkv")
 
 READ_AHEAD_BYTES = 4 << 20
 """Metadata read in one piece while the checkpoint and the journal are scanned."""
@@ -151,7 +149,7 @@ def recover(device: Device, found: Superblock) -> Recovered:
         try:
             allocator = _allocator_beside(index, dropped, found)
         except FormatError as error:
-            logger.warning("%s: %s", device.path, error)
+            logger_for(device.path).warning("%s", error)
             dropped = _resolve_overlaps(device, found, index, layouts, dropped, report, findings)
             allocator = _allocator_beside(index, dropped, found)
         for (layout_id, _), count in index.shapes().items():
@@ -229,7 +227,7 @@ def _load_checkpoint(
             reader.record_count += body.record_count
         else:
             for view in reader.records(body):
-                _apply(view, index, layouts)
+                _apply(view, index, layouts, device.path)
     report.checkpoint_pages_damaged = reader.damaged_pages
     report.checkpoint_records_lost = reader.lost_records
     findings.extend(
@@ -263,7 +261,7 @@ def _replay(
             if log_sequence <= found.log_sequence:
                 continue
             last_log_sequence = max(last_log_sequence, log_sequence)
-            entry = _apply(view, index, layouts)
+            entry = _apply(view, index, layouts, device.path)
             if entry is not None:
                 put_in_page.append((page.sequence, entry))
     end = replay.end
@@ -277,7 +275,7 @@ def _replay(
     return end, last_log_sequence, unsealed
 
 
-def _apply(view: RecordView, index: Index, layouts: Layouts) -> Entry | None:
+def _apply(view: RecordView, index: Index, layouts: Layouts, path: str) -> Entry | None:
     """One record's effect. Returns the entry that a PUT made."""
     operation, log_sequence, digest, raw = view
     if operation == Operation.PUT:
@@ -294,7 +292,7 @@ def _apply(view: RecordView, index: Index, layouts: Layouts) -> Entry | None:
             try:
                 layouts.define(defined.layout_id, Layout.decode(defined.body))
             except ValueError as error:
-                logger.warning("layout %d is not usable: %s", defined.layout_id, error)
+                logger_for(path).warning("layout %d is not usable: %s", defined.layout_id, error)
     return None
 
 
@@ -474,7 +472,7 @@ def _read_or_blank(device: Device, offset_bytes: int, length_bytes: int) -> byte
     except DeviceError as error:
         if error.errno not in MEDIUM_ERRNOS:
             raise
-        logger.warning("%s", error)
+        logger_for(device.path).warning("a page cannot be read: %s", error)
         return b""
 
 
@@ -493,11 +491,10 @@ def _no_garbage_collection() -> Iterator[None]:
 def _tell(device: Device, report: RecoveryReport) -> None:
     lost = report.checkpoint_records_lost + report.chunks_dropped_no_layout + report.chunks_dropped_overlap
     if lost or report.journal_damaged or report.checkpoint_pages_damaged:
-        logger.warning(
-            "%s: metadata was damaged; opened without %d records%s",
-            device.path,
+        logger_for(device.path).warning(
+            "metadata was damaged; opened without %d records%s",
             lost,
             " and without the end of the log" if report.journal_damaged else "",
         )
     elif not report.was_clean:
-        logger.info("%s: was not closed; recovered: %s", device.path, report)
+        logger_for(device.path).info("was not closed; recovered: %s", report)

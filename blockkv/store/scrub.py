@@ -18,7 +18,6 @@ Not here: what a damaged chunk is (`verify`), where the cursor is written (`log`
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -30,14 +29,13 @@ from blockkv.catalog.index import Entry
 from blockkv.catalog.layouts import Layout
 from blockkv.device.base import UNIT_BYTES, Priority
 from blockkv.errors import BlockKVError, InvalidArgument
+from blockkv.logs import logger_for
 from blockkv.store.interrupts import interrupts
 from blockkv.store.numbers import is_number
 from blockkv.store.state import State
 from blockkv.store.verify import VERIFY_BYTES, Verifier, is_damage
 
 __all__ = ["DEFAULT_BYTES_PER_S", "Scrub", "ScrubReport", "TokenBucket", "sweep"]
-
-logger = logging.getLogger("blockkv")
 
 DEFAULT_BYTES_PER_S = 200 << 20
 WAVE_BYTES = 8 << 20
@@ -220,4 +218,4 @@ class Scrub:
         try:
             log.renew_superblock()
         except BlockKVError as error:
-            logger.error("scrub: %s", error)  # reading goes on
+            logger_for(self._state.device.path).error("scrub: %s", error)  # reading goes on

@@ -7,7 +7,6 @@ reader is gone.
 
 from __future__ import annotations
 
-import logging
 import threading
 from array import array
 from collections import Counter
@@ -23,6 +22,7 @@ from blockkv.format.checkpoint import bodies_of
 from blockkv.format.geometry import PAGE_BYTES, Geometry
 from blockkv.format.page import PAGE_PAYLOAD_BYTES
 from blockkv.format.superblock import slots_of
+from blockkv.logs import logger_for
 from blockkv.space.allocator import Allocator, Extent
 from blockkv.store.data_path import DataPath, Options
 from blockkv.store.discards import Discards
@@ -31,8 +31,6 @@ from blockkv.store.log import Log
 from blockkv.store.recovery import Recovered
 from blockkv.store.verify import confirm_damage
 from blockkv.store.watch import Watch
-
-logger = logging.getLogger("blockkv")
 
 EVICT_SHARE = 128
 """When full, evict at least 1/128 of the data zone, up to EVICT_LIMIT_UNITS: each round costs one flush."""
@@ -228,9 +226,8 @@ class State(DataPath):
         self.allocator.quarantine(entry.extents)
         self.counters["chunks_dropped_damaged"] += 1
         # Not its key: that may be a prompt.
-        logger.warning(
-            "%s: a chunk of %d bytes did not verify and was dropped; key digest %s...",
-            self.device.path,
+        logger_for(self.device.path, key_digest=entry.digest.hex(), chunk_bytes=entry.payload_bytes).warning(
+            "a chunk of %d bytes did not verify and was dropped; key digest %s...",
             entry.payload_bytes,
             entry.digest[:8].hex(),
         )

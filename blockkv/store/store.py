@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -62,6 +61,7 @@ from blockkv.format.record import key_digest
 from blockkv.format.superblock import Membership, Superblock
 from blockkv.gpu.choice import choose
 from blockkv.kv_layout import WHOLE, KVLayout, Part
+from blockkv.logs import logger_for
 from blockkv.space.allocator import Extent
 from blockkv.store import part_gets
 from blockkv.store.check import CheckReport, check_store
@@ -92,8 +92,6 @@ from blockkv.store.watch import Watch
 from blockkv.tensors import Occupied, Tensors, describe
 
 __all__ = ["ChunkInfo", "Store", "StoreFuture", "open_store"]
-
-logger = logging.getLogger("blockkv")
 
 STORE_THREADS = 8
 """Puts that the futures keep going at once. A put may have to wait for space or for a flush."""
@@ -921,7 +919,7 @@ class Store:
             try:
                 report = scrub.run()
             except BaseException as error:
-                logger.error("%s: the scrub ended: %s", self._state.device.path, error)
+                logger_for(self._where).error("the scrub ended: %s", error)
                 problem = error
             finally:
                 self._end_scrub()
@@ -1448,7 +1446,7 @@ def _close_all() -> None:
         try:
             store.close()
         except BlockKVError as error:
-            logger.error("closing at exit: %s", error)
+            logger_for(store._where).error("closing at exit: %s", error)
 
 
 def _abandon_all() -> None:

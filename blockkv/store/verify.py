@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from blockkv.catalog.index import Entry
@@ -17,10 +16,9 @@ from blockkv.device.base import UNIT_BYTES, Batch, Device, Direction, Priority, 
 from blockkv.errors import BlockKVError, DeviceLost
 from blockkv.format import record
 from blockkv.format.geometry import Geometry, leaf_bytes_for
+from blockkv.logs import described, logger_for
 from blockkv.memory import aligned_memory
 from blockkv.space.allocator import Extent
-
-logger = logging.getLogger("blockkv")
 
 VERIFY_BYTES = 32 << 20
 """Payload read per batch when chunks are checked without a caller's memory to read them into."""
@@ -115,13 +113,14 @@ def confirm_damage(
     try:
         outcomes = Verifier(device, geometry, priority).verify(chunks)
     except (BlockKVError, MemoryError) as error:
-        logger.warning("%s: chunks cannot be read again just now: %r", device.path, error)
+        logger_for(device.path, error=error).warning(
+            "chunks cannot be read again just now: %s", described(error)
+        )
     for (entry, _), outcome in zip(chunks, outcomes, strict=True):
         if not is_damage(outcome):
-            logger.warning(
-                "%s: a chunk of %d bytes did not verify and stays, for the device may have it right: is the "
+            logger_for(device.path, key_digest=entry.digest.hex(), chunk_bytes=entry.payload_bytes).warning(
+                "a chunk of %d bytes did not verify and stays, for the device may have it right: is the "
                 "memory it was read into written to by others?",
-                device.path,
                 entry.payload_bytes,
             )
     return list(map(is_damage, outcomes))

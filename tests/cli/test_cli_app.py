@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +34,7 @@ def test_help_names_every_command_and_exit_code() -> None:
     assert answered("-h").out == text
 
 
-def test_every_command_has_help_json_and_debug() -> None:
+def leaf_commands() -> list[list[str]]:
     def commands(group: click.Group, words: list[str]) -> list[list[str]]:
         found = []
         for name, item in group.commands.items():
@@ -42,10 +44,44 @@ def test_every_command_has_help_json_and_debug() -> None:
 
     every = commands(cli, [])
     assert ["inspect", "superblock"] in every
-    for words in every:
+    return every
+
+
+def test_every_command_has_help_json_and_debug() -> None:
+    for words in leaf_commands():
         text = answered(*words, "--help").out
         assert "--json" in text, words
         assert "--debug" in text, words
+
+
+def test_every_help_ends_with_examples_that_are_accepted() -> None:
+    for words in leaf_commands():
+        text = answered(*words, "--help").out
+        examples = re.findall(r"^ +blockkv (.+)$", text.partition("Examples:")[2], re.MULTILINE)
+        assert examples, words
+        assert "Exit codes: see `blockkv --help`" in text
+        for example in examples:
+            arguments = shlex.split(re.split(" [|<>] | >> ", example)[0])
+            if arguments[0] == "--unlock":
+                del arguments[:2]
+            assert arguments[: len(words)] == words
+            made: click.Command = cli
+            for word in words:
+                assert isinstance(made, click.Group)
+                made = made.commands[word]
+            made.make_context(words[-1], arguments[len(words) :])
+
+
+def test_every_option_has_a_help_and_every_size_is_explained() -> None:
+    for words in leaf_commands():
+        made: click.Command = cli
+        for word in words:
+            assert isinstance(made, click.Group)
+            made = made.commands[word]
+        options = [one for one in made.params if isinstance(one, click.Option)]
+        assert [one.name for one in options if not one.help] == [], words
+        takes_sizes = any(one.type.name in ("size", "rate") for one in options)
+        assert ("SIZE is in bytes" in answered(*words, "--help").out) == takes_sizes, words
 
 
 def test_version() -> None:

@@ -99,8 +99,8 @@ def test_no_permission(direct_loop: Path) -> None:
     code, found = doctor(direct_loop, before=become_nobody)
     assert code == 4
     assert found["permission"]["verdict"] == "unusable"
-    assert "/etc/udev/rules.d/60-blockkv.rules" in found["permission"]["fixes"][0]
-    assert f'KERNEL=="{direct_loop.name}"' in found["permission"]["fixes"][0]
+    assert "/etc/udev/rules.d/60-blockkv.rules" in found["permission"]["fixes"][2]
+    assert f'KERNEL=="{direct_loop.name}"' in found["permission"]["fixes"][2]
     assert "engine" not in found
 
 
