@@ -25,6 +25,7 @@ with blockkv.open("store.img") as store:
     assert libraries and all(one.startswith(sys.prefix) for one in libraries), libraries
 assert blockkv.open("store.img", read_only=True).check(payload=True).ok
 """
+PROFILE = "/usr/share/containers/seccomp.json"
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +52,14 @@ def test_the_wheel_works_without_a_compiler(built: Path, tmp_path: Path) -> None
         [venv / "bin/python", "-c", SMOKE],
         [venv / "bin/blockkv", "check", "store.img", "--payload"],
         [venv / "bin/blockkv", "doctor", "--json"],
+        [venv / "bin/python", venv / "share/blockkv/seccomp_profile.py", PROFILE],
     ):
         done = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+    installed = {path.name for path in (venv / "share/blockkv").iterdir()}
+    assert installed == {path.name for path in (ROOT / "deploy").iterdir() if path.is_file()}
 
 
 def test_the_source_has_all_that_it_is_built_from(built: Path) -> None:
@@ -63,7 +67,17 @@ def test_the_source_has_all_that_it_is_built_from(built: Path) -> None:
     with tarfile.open(archive) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
     tracked = subprocess.run(
-        ["git", "ls-files", "native", "blockkv", "setup.py", "pyproject.toml", "LICENSE", "README.md"],
+        [
+            "git",
+            "ls-files",
+            "native",
+            "blockkv",
+            "deploy",
+            "setup.py",
+            "pyproject.toml",
+            "LICENSE",
+            "README.md",
+        ],
         capture_output=True,
         text=True,
         check=True,
