@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import struct
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,8 @@ with blockkv.open("store.img") as store:
     assert libraries and all(one.startswith(sys.prefix) for one in libraries), libraries
 assert blockkv.open("store.img", read_only=True).check(payload=True).ok
 """
+EM_AARCH64 = 183
+"""e_machine of an ELF file: elf(5)."""
 PROFILE = "/usr/share/containers/seccomp.json"
 
 
@@ -58,8 +63,24 @@ def test_the_wheel_works_without_a_compiler(built: Path, tmp_path: Path) -> None
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
-    installed = {path.name for path in (venv / "share/blockkv").iterdir()}
+    installed = {path.name for path in (venv / "share/blockkv").iterdir() if path.is_file()}
     assert installed == {path.name for path in (ROOT / "deploy").iterdir() if path.is_file()}
+
+
+@pytest.mark.requires_root
+def test_a_wheel_for_aarch64(tmp_path: Path) -> None:
+    """That its core loads and computes the right checksums the tool has tried itself."""
+    done = subprocess.run(
+        [ROOT / "tools/build_wheel", "--aarch64", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"blockkv-.*-cp311-abi3-manylinux_2_\d+_aarch64\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [name for name in archive.namelist() if ".so" in name]
+        assert len(libraries) == 2, "the core and liburing"
+        for name in libraries:
+            assert struct.unpack_from("<H", archive.read(name), 18) == (EM_AARCH64,)
 
 
 def test_the_source_has_all_that_it_is_built_from(built: Path) -> None:
