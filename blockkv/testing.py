@@ -18,7 +18,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blockkv.device import namespace
 from blockkv.device.base import Batch, Device, Direction
@@ -83,6 +83,7 @@ class RecordingDevice(Device):
     `record` gets the kind, the offset and the length in bytes (0 and 0 for a flush), one call for each extent
     of a write, one call at a time, on whatever thread asks. It must not use the store. With `keep_discards`
     they are recorded and not passed on: what a store would have discarded, on a device that stays as it is.
+    With `placements` it gets the `Placement` of a write, too.
 
         blockkv.format(path)
         with blockkv.open(RecordingDevice(path, record), discard=True) as store: ...
@@ -93,9 +94,10 @@ class RecordingDevice(Device):
     def __init__(
         self,
         device: Device | str | os.PathLike[str],
-        record: Callable[[OperationKind, int, int], None],
+        record: Callable[..., None],
         *,
         keep_discards: bool = False,
+        placements: bool = False,
     ) -> None:
         if not isinstance(device, Device):
             descriptor, canonical, limits = namespace.open_namespace(device)
@@ -103,6 +105,7 @@ class RecordingDevice(Device):
         self._device = device
         self._record = record
         self._keep_discards = keep_discards
+        self._placements = placements
         self._lock = threading.Lock()
         self.path = device.path
         self.limits = device.limits
@@ -118,11 +121,15 @@ class RecordingDevice(Device):
     def engine_reason(self) -> str:
         return self._device.engine_reason
 
+    def placement(self) -> dict[str, Any]:
+        return self._device.placement()
+
     def submit(self, batch: Batch) -> None:
         if batch.direction is Direction.WRITE:
+            placement = (batch.placement,) if self._placements else ()
             with self._lock:
                 for index in range(0, len(batch.extents), 2):
-                    self._record(OperationKind.WRITE, batch.extents[index], batch.extents[index + 1])
+                    self._record(OperationKind.WRITE, *batch.extents[index : index + 2], *placement)
         self._device.submit(batch)
 
     def wait(self, batch: Batch) -> None:

@@ -169,6 +169,8 @@ int bkv_batch_open(struct bkv_batch **opened, const struct bkv_request *request,
     if (request->direction > BKV_WRITE || request->priority >= BKV_PRIORITY_COUNT)
         return bkv_refuse(failure, -EINVAL, "direction %u, priority %u: not known", request->direction,
                           request->priority);
+    if (request->placement >= BKV_PLACEMENT_COUNT)
+        return bkv_refuse(failure, -EINVAL, "placement %u: not known", request->placement);
     if (request->transfer_count > MAX_COUNT || request->extent_count > MAX_COUNT
         || request->segment_count > MAX_COUNT || request->leaf_count > MAX_COUNT)
         return bkv_refuse(failure, -EINVAL, "%llu transfers, %llu extents, %llu segments: too many for one batch",
@@ -179,6 +181,7 @@ int bkv_batch_open(struct bkv_batch **opened, const struct bkv_request *request,
     pthread_cond_init(&batch->done_cond, NULL);
     batch->direction = (enum bkv_direction)request->direction;
     batch->priority = (enum bkv_priority)request->priority;
+    batch->placement = (enum bkv_placement)request->placement;
     batch->token = request->token;
     batch->deadline_ns = request->deadline_ns;
     batch->caller_transfers = request->transfers;

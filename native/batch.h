@@ -21,6 +21,7 @@ struct bkv_batch {
     struct bkv_batch *active_next, *active_previous; /* while operations of it are in the ring */
     enum bkv_direction direction;
     enum bkv_priority priority;
+    enum bkv_placement placement;
     uint64_t token;
     uint64_t deadline_ns; /* 0: none */
 

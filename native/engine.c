@@ -490,6 +490,13 @@ void bkv_engine_counters(const struct bkv_engine *engine, struct bkv_counters *c
     READ(expired_requests);
     READ(arena_bytes);
 #undef READ
+#define PLACED(place, name) \
+    counters->name = atomic_load_explicit(&engine->counts.placed_bytes[place], memory_order_relaxed)
+    PLACED(BKV_DATA, data_write_bytes);
+    PLACED(BKV_METADATA, metadata_write_bytes);
+    PLACED(BKV_BRIEF, brief_write_bytes);
+    PLACED(BKV_KEPT, kept_write_bytes);
+#undef PLACED
 }
 
 void bkv_engine_close(struct bkv_engine *engine)

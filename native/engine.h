@@ -24,6 +24,9 @@ enum bkv_direction { BKV_READ = 0, BKV_WRITE = 1 };
 /* Served in this order; the values are those of blockkv.device.base.Priority. */
 enum bkv_priority { BKV_LOAD = 0, BKV_PRELOAD = 1, BKV_STORE = 2, BKV_PRIORITY_COUNT = 3 };
 
+/* How long what is written will live; the values are those of blockkv.device.base.Placement. */
+enum bkv_placement { BKV_DATA = 0, BKV_METADATA = 1, BKV_BRIEF = 2, BKV_KEPT = 3, BKV_PLACEMENT_COUNT = 4 };
+
 enum bkv_backend { BKV_BACKEND_IO_URING = 0, BKV_BACKEND_THREADS = 1, BKV_BACKEND_PASSTHROUGH = 2 };
 
 enum {
@@ -61,6 +64,8 @@ struct bkv_options {
     int32_t lifeline_fd;    /* kept open as long as the kernel has requests of this engine, also those of a process that
                              * was killed; or -1. As above; not for passthrough */
     uint32_t nsid;          /* and the namespace's number */
+    uint32_t is_placed;     /* whether write commands name the placement identifiers of the namespace: these */
+    uint16_t placement_identifiers[BKV_PLACEMENT_COUNT]; /* by enum bkv_placement */
     uint32_t backend;
     uint32_t lba_bytes;
     uint32_t memory_alignment_bytes;
@@ -89,11 +94,12 @@ struct bkv_request {
     uint64_t deadline_ns; /* CLOCK_MONOTONIC: what the device has not got by then fails with ETIME; 0: none */
     uint32_t direction, priority;
     uint32_t on_caller; /* with token 0: the thread may carry it out, here and in bkv_engine_wait, which it must call */
-    uint32_t reserved;
+    uint32_t placement; /* of writes */
 };
 
 struct bkv_counters {
     uint64_t device_read_bytes, device_write_bytes, device_requests, ring_enters;
+    uint64_t data_write_bytes, metadata_write_bytes, brief_write_bytes, kept_write_bytes; /* of the bytes written */
     uint64_t bounced_bytes, bounced_transfers, direct_bytes;
     uint64_t fixed_requests, coalesced_requests, short_transfers, resubmitted, isolated_requests;
     uint64_t flushes, discards, hashed_bytes, expired_requests;

@@ -27,6 +27,7 @@ enum {
 
 struct bkv_counts {
     _Atomic uint64_t device_read_bytes, device_write_bytes, device_requests, ring_enters;
+    _Atomic uint64_t placed_bytes[BKV_PLACEMENT_COUNT];
     _Atomic uint64_t bounced_bytes, bounced_transfers, direct_bytes;
     _Atomic uint64_t fixed_requests, coalesced_requests, short_transfers, resubmitted, isolated_requests;
     _Atomic uint64_t flushes, discards, hashed_bytes, expired_requests, arena_bytes;

@@ -352,6 +352,8 @@ struct bkv_operation *bkv_operation_settle(struct bkv_engine *engine, struct bkv
     }
     if (answer > 0) {
         bkv_count(read ? &counts->device_read_bytes : &counts->device_write_bytes, (uint32_t)answer);
+        if (!read)
+            bkv_count(&counts->placed_bytes[operation->batch->placement], (uint32_t)answer);
         if ((uint32_t)answer == operation->length_bytes - operation->done_bytes) {
             answer = 0;
             goto finish;

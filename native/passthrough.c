@@ -12,6 +12,10 @@ enum {
     /* opcodes of the NVM command set, NVM Express NVM Command Set Specification 1.0, figure 16 */
     OPCODE_WRITE = 0x01,
     OPCODE_READ = 0x02,
+    /* the directive of a write: DTYPE in CDW12, DSPEC, here a placement identifier, in CDW13 (TP4146) */
+    DATA_PLACEMENT = 0x02,
+    DTYPE_SHIFT = 20,
+    DSPEC_SHIFT = 16,
     /* of a status field, as the driver hands it on: without the phase bit */
     DO_NOT_RETRY = 0x4000,
     STATUS_MASK = 0x7ff, /* type and code */
@@ -38,7 +42,13 @@ void bkv_passthrough_prepare(struct io_uring_sqe *sqe, const struct bkv_options 
                              bool fixed)
 {
     struct nvme_uring_cmd *command = (struct nvme_uring_cmd *)sqe->cmd;
-    fill(sqe, options, operation->batch->direction == BKV_READ, operation->offset_bytes, operation->length_bytes);
+    bool read = operation->batch->direction == BKV_READ;
+    fill(sqe, options, read, operation->offset_bytes, operation->length_bytes);
+    if (!read && options->is_placed) {
+        uint32_t identifier = options->placement_identifiers[operation->batch->placement];
+        command->cdw12 |= DATA_PLACEMENT << DTYPE_SHIFT;
+        command->cdw13 = identifier << DSPEC_SHIFT;
+    }
     if (count == 1) {
         command->addr = (uintptr_t)memory->iov_base;
         command->data_len = (uint32_t)memory->iov_len;

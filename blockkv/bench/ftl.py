@@ -6,7 +6,9 @@ run short it takes the one with the fewest valid pages (greedy), writes these ag
 written, by the host and again, per page of the host are its write amplification. What it needs room for is
 spare: more flash than it shows (over-provisioning), and what the host discarded.
 
-What is written again goes to an erase unit of its own, apart from what the host writes, as drives do.
+What is written again goes to an erase unit of its own, apart from what the host writes, as drives do. What
+the host writes in several streams goes to an erase unit for each, as with Flexible Data Placement; once it is
+written again it is all together, as with that one's "initially isolated" handles.
 
 Invariant: a logical page is mapped to one physical page or to none, and the valid count of an erase unit is
 the number of pages mapped into it. Pure: no device, no clock. Not here: wear levelling, bad units, caching.
@@ -32,7 +34,7 @@ Pages = NDArray[np.int64]
 
 PAGE_BYTES = 4096
 LEAST_FREE_UNITS = 2
-"""Erased units kept back: one for the host's writes, one for what is written again."""
+"""Erased units kept back where the host has one stream: one for that, one for what is written again."""
 UNMAPPED = -1
 
 
@@ -40,7 +42,8 @@ class Ftl:
     """The mapping of one drive of `logical_bytes`, empty at first.
 
     It has `over_provisioning` more flash than that (0.07: as decimal and binary gigabytes differ), and at
-    least the four erase units it cannot do without. Raises InvalidArgument for sizes that make no drive.
+    least the erase units it cannot do without: two, and two for each of the `streams` that a write can name.
+    Raises InvalidArgument for sizes that make no drive.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Ftl:
         over_provisioning: float = 0.07,
         erase_unit_bytes: int = 4 << 20,
         page_bytes: int = PAGE_BYTES,
+        streams: int = 1,
     ) -> None:
         if page_bytes < 1 or erase_unit_bytes % page_bytes or erase_unit_bytes < 2 * page_bytes:
             raise InvalidArgument(
@@ -62,7 +66,8 @@ class Ftl:
         self.page_bytes = page_bytes
         self.unit_pages = erase_unit_bytes // page_bytes
         self.logical_pages = -(-logical_bytes // page_bytes)
-        least_units = -(-self.logical_pages // self.unit_pages) + LEAST_FREE_UNITS + 2
+        self._least_free_units = LEAST_FREE_UNITS + streams - 1
+        least_units = -(-self.logical_pages // self.unit_pages) + self._least_free_units + streams + 1
         self.unit_count = max(
             least_units, round(self.logical_pages * (1 + over_provisioning) / self.unit_pages)
         )
@@ -71,7 +76,7 @@ class Ftl:
         self._valid: Pages = np.zeros(self.unit_count, np.int64)
         self._closed = np.zeros(self.unit_count, bool)
         self._free = deque(range(self.unit_count))
-        self._host = _OpenUnit(self._free.popleft())
+        self._hosts = [_OpenUnit(self._free.popleft()) for _ in range(streams)]
         self._again = _OpenUnit(self._free.popleft())
         self.reset_counters()
 
@@ -97,16 +102,16 @@ class Ftl:
             "write_amplification": self.write_amplification,
         }
 
-    def write(self, offset_bytes: int, length_bytes: int) -> None:
+    def write(self, offset_bytes: int, length_bytes: int, stream: int = 0) -> None:
         """The host writes a range. A page of which it writes a part is written whole."""
         end = -(-(offset_bytes + length_bytes) // self.page_bytes)
-        self.write_pages(np.arange(offset_bytes // self.page_bytes, end))
+        self.write_pages(np.arange(offset_bytes // self.page_bytes, end), stream)
 
-    def write_pages(self, pages: Pages) -> None:
+    def write_pages(self, pages: Pages, stream: int = 0) -> None:
         """The host writes these pages, no page twice, in this order."""
         self._invalidate(pages)
         self.host_pages += len(pages)
-        self._append(self._host, pages)
+        self._append(self._hosts[stream], pages)
 
     def discard(self, offset_bytes: int, length_bytes: int) -> None:
         """The host discards a range; pages that are not wholly inside stay."""
@@ -146,8 +151,8 @@ class Ftl:
             done += len(taken)
 
     def _renew(self, into: _OpenUnit) -> None:
-        """Give a stream that is full the next erased unit. Only the host's makes room first."""
-        while into is self._host and len(self._free) <= LEAST_FREE_UNITS:
+        """Give a stream that is full the next erased unit. Only the host's make room first."""
+        while into is not self._again and len(self._free) <= self._least_free_units:
             self._collect()
         into.unit = self._free.popleft()
         into.used_pages = 0

@@ -31,6 +31,7 @@ from blockkv.device import holders, nvme_admin
 from blockkv.device.base import Limits
 from blockkv.device.engine import NativeDevice, checksum_variant
 from blockkv.device.namespace import Identity, identify, open_namespace, probe
+from blockkv.device.placement import places_of
 from blockkv.errors import BlockKVError, DeviceBusy, DeviceError, DeviceTooSmall, FormatError
 from blockkv.format import geometry
 from blockkv.format.geometry import RUN_BYTES
@@ -387,8 +388,7 @@ def _drive(identity: Identity, limits: Limits) -> Iterator[Observation]:
         )
         yield Observation("granularity", Verdict.GOOD if fits else Verdict.NOTE, text)
     yield Observation("discarded LBAs", Verdict.NOTE, f"read as: {namespace.deallocated_reads}")
-    fdp = "offered and on" if drive.fdp_enabled else "offered, off" if drive.fdp_supported else "not offered"
-    yield Observation("FDP", Verdict.NOTE, fdp)
+    yield _placement(identity, drive)
     if drive.health is not None:
         yield from _health(drive.health)
         yield from _endurance(drive)
@@ -421,6 +421,33 @@ def _lba_format(identity: Identity, namespace: nvme_admin.Namespace) -> Iterator
             "# (package nvme-cli); take no partition along: the whole namespace is formatted",
         ),
     )
+
+
+def _placement(identity: Identity, drive: nvme_admin.Drive) -> Observation:
+    fdp = drive.fdp
+    if fdp is None:
+        offered = (
+            "offered, off for this namespace or not shown to this user"
+            if drive.fdp_supported
+            else "not offered"
+        )
+        return Observation("FDP", Verdict.NOTE, offered)
+    facts = [f"on, {len(fdp.handles)} placement handles"]
+    if fdp.reclaim_unit_bytes:
+        facts.append(f"reclaim units of {size_text(fdp.reclaim_unit_bytes)}")
+    if fdp.host_bytes:
+        facts.append(
+            f"of {size_text(fdp.host_bytes)} from hosts the drive made {size_text(fdp.media_bytes)}, "
+            f"{fdp.media_bytes / fdp.host_bytes:.2f} times as much"
+        )
+    places = places_of(fdp)
+    if places.identifiers is None:
+        return Observation("FDP", Verdict.NOTE, f"{', '.join(facts)}: {places.reason}")
+    facts.append(f"{places.reason} by passthrough")
+    node = f"/dev/{(identity.disk or '').replace('nvme', 'ng', 1)}"
+    whole = "" if identity.kind == "namespace" else ", as a whole"
+    fix = f"# open it as {node}{whole}: other engines name no placement handle"
+    return Observation("FDP", Verdict.NOTE, ", ".join(facts), (fix,))
 
 
 def _health(health: nvme_admin.Health) -> Iterator[Observation]:

@@ -9,6 +9,7 @@ Not here: reading (`blockkv.cli.image`).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from typing import Any
 
@@ -19,7 +20,10 @@ from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.image import Contents, Image
 from blockkv.cli.output import Output, fields, key_text, lines
-from blockkv.errors import FormatError
+from blockkv.device import namespace, nvme_admin
+from blockkv.device.namespace import identify
+from blockkv.device.placement import places_of
+from blockkv.errors import FormatError, InvalidArgument
 from blockkv.format import record
 from blockkv.format.geometry import UNIT_BYTES, leaf_bytes_for
 from blockkv.format.journal import EndReason, page_index
@@ -126,6 +130,72 @@ def _superblock_document(found: Superblock | None) -> dict[str, Any] | None:
         elif item.name not in ("uuid", "reserved"):
             document[item.name] = value.hex() if isinstance(value, bytes) else value
     return document
+
+
+# -- placement -----------------------------------------------------------------------------------------
+
+
+@command_of(inspect, "placement")
+@device_argument
+def placement(output: Output, store_path: str) -> int:
+    """The placement handles of an NVMe namespace, and what goes where. Exits 1 when there are none.
+
+    Bytes are the drive's own count, of all that writes to it; those of a store by handle are in its `info()`.
+    """
+    disk = f"/dev/{identify(store_path).disk or ''}"
+    if not disk.startswith("/dev/nvme"):
+        raise InvalidArgument(f"{store_path} is on no NVMe namespace, and nothing else has placement handles")
+    descriptor = os.open(disk, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fdp = nvme_admin.ask_fdp(disk, descriptor)
+        lba_bytes = namespace.probe(disk).lba_bytes
+    finally:
+        os.close(descriptor)
+    places = places_of(fdp)
+    rows: list[dict[str, Any]] = [
+        {
+            "identifier": one.identifier,
+            "reclaim_unit_handle": one.reclaim_unit_handle,
+            "room_bytes": one.room_lbas * lba_bytes,
+            "holds": [
+                what.name.lower()
+                for what, named in (places.identifiers or {}).items()
+                if named == one.identifier
+            ],
+        }
+        for one in (fdp.handles if fdp else ())
+    ]
+    document = {
+        "device": disk,
+        "used": places.identifiers is not None,
+        "reason": places.reason,
+        "reclaim_unit_bytes": fdp.reclaim_unit_bytes if fdp else 0,
+        "host_bytes": fdp.host_bytes if fdp else 0,
+        "media_bytes": fdp.media_bytes if fdp else 0,
+        "handles": rows,
+    }
+
+    def holds(row: dict[str, Any]) -> str:
+        return ", ".join(row["holds"]) or "-"
+
+    def text() -> None:
+        if rows:
+            lines(
+                [
+                    [
+                        *map(str, (row["identifier"], row["reclaim_unit_handle"], row["room_bytes"])),
+                        holds(row),
+                    ]
+                    for row in rows
+                ],
+                header=["identifier", "reclaim unit handle", "room", "by passthrough"],
+                right="rrr",
+            )
+            click.echo()
+        fields([(name, value) for name, value in document.items() if name != "handles"])
+
+    output.document(document, text)
+    return ExitCode.OK if rows else ExitCode.NEGATIVE
 
 
 # -- journal -------------------------------------------------------------------------------------------

@@ -85,6 +85,9 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 )
 @click.option("--write-budget", type=Size(), help="Most bytes written in a day, metadata included.")
 @click.option("--discard", is_flag=True, help="Tell the device about freed space.")
+@click.option(
+    "--no-placement", is_flag=True, help="Passthrough only: do not use the placement handles (FDP)."
+)
 @click.option("--scrub", "scrub_rate", type=Rate(), help="Verify everything, again and again, at this rate.")
 @click.option(
     "--commit-interval-ms",
@@ -126,6 +129,7 @@ def serve(
     quotas: tuple[str, ...],
     write_budget: int | None,
     discard: bool,
+    no_placement: bool,
     scrub_rate: int | None,
     commit_interval_ms: float,
     wait_s: float,
@@ -146,6 +150,7 @@ def serve(
         "quotas": dict(map(_quota, quotas)) or None,
         "write_budget": write_budget,
         "discard": discard,
+        "placement": not no_placement,
         "commit_interval_ms": commit_interval_ms,
     }
     with log_output(log_format, log_level):

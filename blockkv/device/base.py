@@ -30,6 +30,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from blockkv.errors import DeviceError, DeviceLost, InvalidArgument, StoreClosed
 
@@ -54,6 +55,18 @@ class Priority(enum.IntEnum):
     LOAD = 0
     PRELOAD = 1
     STORE = 2
+
+
+class Placement(enum.IntEnum):
+    """How long what is written will live: a drive that is told keeps apart what does not die together."""
+
+    DATA = 0
+    METADATA = 1
+    """Journal, checkpoints and superblocks: written over in place, again and again."""
+    BRIEF = 2
+    """Chunks that leave before others: with a time to live, or a priority below 0."""
+    KEPT = 3
+    """Chunks that leave after others: with a priority above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,7 @@ class Batch:
         "native",
         "on_caller",
         "on_done",
+        "placement",
         "priority",
         "segments",
         "transfers",
@@ -114,6 +128,8 @@ class Batch:
         self.on_caller = False
         """Whether the thread that calls `submit` and `wait` may carry it out there: it is short, waited for
         soon, and meanwhile that thread does not wait for others that use the device."""
+        self.placement = Placement.DATA
+        """Of a write. Devices that cannot place ignore it."""
         self.native: object = None
         """The device's own state for this batch while it is in flight."""
 
@@ -196,6 +212,10 @@ class Device(ABC):
     def engine_reason(self) -> str:
         """Why this engine was chosen, for `store.info()`."""
 
+    def placement(self) -> dict[str, Any]:
+        """Where what is written goes on the drive, for `store.info()`: see `blockkv.device.placement`."""
+        return {"on": False, "reason": "the device has no placement", "handles": []}
+
     @abstractmethod
     def submit(self, batch: Batch) -> None:
         """Start carrying out `batch`. Returns at once; never raises for an I/O error (see `Batch.result`).
@@ -276,6 +296,7 @@ class Device(ABC):
         length_bytes = len(memory)
         view = ctypes.c_char.from_buffer(memory)
         batch = Batch(direction, Priority.LOAD)
+        batch.placement = Placement.METADATA
         batch.on_caller = True
         batch.keepalive.append(view)
         batch.add(length_bytes, [(offset_bytes, length_bytes)], [(ctypes.addressof(view), length_bytes)])

@@ -28,7 +28,8 @@ from typing import Any, Literal
 from blockkv import memory
 from blockkv._native import ffi, lib
 from blockkv.device import nvme_admin, passthrough
-from blockkv.device.base import Batch, Device, Limits, device_error, opened_for_writing
+from blockkv.device.base import Batch, Device, Limits, Placement, device_error, opened_for_writing
+from blockkv.device.placement import Places, find_places
 from blockkv.errors import DeviceError, DeviceReadOnly, InvalidArgument, StoreClosed
 from blockkv.logs import logger_for
 
@@ -72,7 +73,8 @@ class NativeDevice(Device):
     `fd` must be open with O_DIRECT; what is open for reading alone refuses writes. `depth` is the number of
     requests kept in flight; `workers` the number of threads for checksums and copies (default: one less
     than the CPUs, at most 4); `staging_bytes` bounds the memory through which misaligned buffers go. With
-    "passthrough" `fd` is the block device of a whole NVMe namespace, whose character device is opened here.
+    "passthrough" `fd` is the block device of a whole NVMe namespace, whose character device is opened here;
+    with `placement` writes name the placement handles that it has (`blockkv.device.placement`).
 
     A `lifeline` is another descriptor that the device owns. The kernel closes the last copy of it after the
     last request of this device has completed, also when the process was killed: who holds the other end,
@@ -93,6 +95,7 @@ class NativeDevice(Device):
         workers: int | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         lifeline: int = -1,
+        placement: bool = True,
     ) -> None:
         self.path = path
         self.limits = limits
@@ -109,13 +112,18 @@ class NativeDevice(Device):
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self._writable = not limits.read_only and opened_for_writing(fd)
         self._generic: passthrough.Generic | None = None
+        self._places = Places("only passthrough names placement handles")
         try:
             options = _options(fd, path, limits, depth, workers, staging_bytes) | {"lifeline_fd": lifeline}
             if engine == "passthrough":
                 if lifeline >= 0:
                     raise InvalidArgument(f"{path}: engine='passthrough' takes no lifeline")
                 self._generic = passthrough.open_generic(path, fd, limits)
-                opened = _open_passthrough(path, options, self._generic)
+                if placement:
+                    self._places = find_places(self._generic.path, self._generic.descriptor)
+                else:
+                    self._places = Places("switched off")
+                opened = _open_passthrough(path, options, self._generic, self._places)
             else:
                 opened = _open_engine(path, options, engine)
             self._engine, self._engine_name, self._engine_reason = opened
@@ -132,6 +140,9 @@ class NativeDevice(Device):
     @property
     def engine_reason(self) -> str:
         return self._engine_reason
+
+    def placement(self) -> dict[str, Any]:
+        return self._places.described(self.counters())
 
     def submit(self, batch: Batch) -> None:
         """See `Device.submit`. Raises InvalidArgument, with nothing started, for an inconsistent batch."""
@@ -167,6 +178,7 @@ class NativeDevice(Device):
                 "direction": batch.direction,
                 "priority": batch.priority,
                 "on_caller": batch.on_caller,
+                "placement": batch.placement,
             },
         )
         failure = ffi.new("struct bkv_failure *")
@@ -457,7 +469,7 @@ def _start_completion_thread(path: str, engine: _Engine, in_flight: dict[int, Ba
 
 def _options(
     fd: int, path: str, limits: Limits, depth: int, workers: int | None, staging_bytes: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     for name, value, most in (
         ("depth", depth, int(lib.BKV_MAX_DEPTH)),
         ("workers", 1 if workers is None else workers, int(lib.BKV_MAX_WORKERS)),
@@ -493,7 +505,7 @@ def _max_segments(fd: int) -> int:
     return DEFAULT_MAX_SEGMENTS
 
 
-def _open_engine(path: str, options: dict[str, int], wanted: EngineName) -> tuple[_Engine, str, str]:
+def _open_engine(path: str, options: dict[str, Any], wanted: EngineName) -> tuple[_Engine, str, str]:
     if wanted == "threads":
         return _start(path, options, lib.BKV_BACKEND_THREADS), "threads", "asked for"
     if wanted not in ("auto", "io_uring"):
@@ -510,9 +522,12 @@ def _open_engine(path: str, options: dict[str, int], wanted: EngineName) -> tupl
 
 
 def _open_passthrough(
-    path: str, options: dict[str, int], generic: passthrough.Generic
+    path: str, options: dict[str, Any], generic: passthrough.Generic, places: Places
 ) -> tuple[_Engine, str, str]:
+    identifiers = places.identifiers
     commands = {
+        "is_placed": identifiers is not None,
+        "placement_identifiers": [(identifiers or {}).get(one, 0) for one in Placement],
         "passthrough_fd": generic.descriptor,
         "nsid": generic.nsid,
         "memory_boundary_bytes": generic.memory_boundary_bytes,
@@ -533,7 +548,7 @@ def _open_passthrough(
     )
 
 
-def _start(path: str, options: dict[str, int], backend: int) -> _Engine:
+def _start(path: str, options: dict[str, Any], backend: int) -> _Engine:
     failure = ffi.new("struct bkv_failure *")
     pointer = lib.bkv_engine_open(ffi.new("struct bkv_options *", {**options, "backend": backend}), failure)
     if pointer != ffi.NULL:

@@ -1,8 +1,8 @@
-"""What an NVMe drive says of itself: Identify, SMART and features, by admin commands that read.
+"""What an NVMe drive says of itself: Identify, SMART, features and data placement, by commands that read.
 
 Structures are those of the NVM Express Base Specification 2.0 (Identify Controller, figure 275; SMART /
-Health, figure 207; Endurance Group Information, log 09h) and of the NVM Command Set Specification 1.0
-(Identify Namespace, figure 97).
+Health, figure 207; Endurance Group Information, log 09h), of the NVM Command Set Specification 1.0 (Identify
+Namespace, figure 97) and of TP4146 (Flexible Data Placement, FDP; in the Base Specification since 2.1).
 
 Invariant: no command here changes anything on the drive. Not here: what a store makes of the answers
 (`examine`), and the commands that move payload (`native/passthrough.c`).
@@ -25,17 +25,21 @@ from blockkv.errors import DeviceError
 __all__ = [
     "Drive",
     "EnduranceGroup",
+    "Fdp",
     "Health",
     "LbaFormat",
     "Namespace",
+    "PlacementHandle",
     "ask",
+    "ask_fdp",
     "identify_namespace",
     "permission_hint",
 ]
 
 NVME_IOCTL_ID = 0x4E40
 NVME_IOCTL_ADMIN_CMD = 0xC0484E41
-"""<linux/nvme_ioctl.h>: _IO('N', 0x40), the nsid; _IOWR('N', 0x41, struct nvme_passthru_cmd)."""
+NVME_IOCTL_IO_CMD = 0xC0484E43
+"""<linux/nvme_ioctl.h>: _IO('N', 0x40), the nsid; _IOWR('N', 0x41 or 0x43, struct nvme_passthru_cmd)."""
 ADMIN_COMMAND = struct.Struct("=BBHIIIQQIIIIIIIIII")
 """struct nvme_passthru_cmd: opcode, flags, reserved, nsid, cdw2-3, metadata, address, length of metadata and
 of data, cdw10-15, timeout in ms, result."""
@@ -46,6 +50,15 @@ IDENTIFY_NAMESPACE, IDENTIFY_CONTROLLER = 0x00, 0x01
 IDENTIFY_BYTES = 4096
 HEALTH_LOG, ENDURANCE_GROUP_LOG, LOG_BYTES = 0x02, 0x09, 512
 FDP_FEATURE = 0x1D
+FDP_CONFIGURATIONS_LOG, FDP_STATISTICS_LOG = 0x20, 0x22
+FDP_STATISTICS_BYTES = 64
+FDP_CONFIGURATIONS_MOST_BYTES = 1 << 20
+IO_MANAGEMENT_RECEIVE = 0x12
+RECLAIM_UNIT_HANDLE_STATUS = 0x01
+HANDLE_STATUS = struct.Struct("<HHIQ16x")
+"""Reclaim Unit Handle Status Descriptor: placement identifier, reclaim unit handle, seconds that its reclaim
+unit may stay open, LBAs that it has room for."""
+HANDLE_STATUS_HEADER_BYTES = 16
 ALL_NAMESPACES = 0xFFFFFFFF
 DATA_UNIT_BYTES = 512_000
 """What SMART counts reads and writes in: a thousand units of 512 bytes."""
@@ -129,6 +142,38 @@ class EnduranceGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementHandle:
+    """One of the handles that a namespace may write by."""
+
+    identifier: int
+    """What a write names: reclaim group and number of the handle together."""
+    reclaim_unit_handle: int
+    """Of the endurance group; namespaces may share it."""
+    room_lbas: int
+    """What may be written before the drive goes on in another reclaim unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fdp:
+    """Flexible Data Placement of a namespace for which it is on. Bytes are those of its endurance group since
+    then, and 0 where the drive does not tell this user.
+    """
+
+    handles: tuple[PlacementHandle, ...]
+    """By identifier. A write that names none goes by the first."""
+    reclaim_unit_bytes: int
+    host_bytes: int
+    """Written by hosts, metadata of LBAs included."""
+    media_bytes: int
+    """Written to the media for that: what hosts wrote and what the drive moved."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether there are several reclaim groups: each handle is there once in every one."""
+        return len({one.reclaim_unit_handle for one in self.handles}) < len(self.handles)
+
+
+@dataclass(frozen=True, slots=True)
 class Drive:
     """Everything together."""
 
@@ -139,7 +184,8 @@ class Drive:
     atomic_write_lbas: int
     """Of the controller: what a power failure does not tear, in LBAs of any namespace."""
     fdp_supported: bool
-    fdp_enabled: bool
+    fdp: Fdp | None
+    """None where it is off for the namespace."""
     namespace: Namespace
     health: Health | None
     """None where the drive does not tell."""
@@ -152,27 +198,17 @@ def ask(path: str, descriptor: int) -> Drive:
 
     Raises DeviceError where the kernel does not let this user send admin commands, or the drive refuses.
     """
-    try:
-        nsid = fcntl.ioctl(descriptor, NVME_IOCTL_ID)
-    except OSError as error:
-        raise DeviceError(
-            f"{path} is no NVMe namespace ({os.strerror(error.errno or 0)})", error.errno
-        ) from None
+    nsid = _nsid(path, descriptor)
     controller = identify_controller(path, descriptor)
     namespace = identify_namespace(path, descriptor, nsid)
-    (attributes,) = struct.unpack_from("<I", controller, 96)
     (atomic_lbas,) = struct.unpack_from("<H", controller, 528)
-    fdp_supported = bool(attributes >> 19 & 1)
-    fdp_enabled = False
-    if fdp_supported and namespace.endurance_group:
-        with contextlib.suppress(DeviceError):
-            _, result = _send(path, descriptor, GET_FEATURES, 0, FDP_FEATURE, namespace.endurance_group, 0)
-            fdp_enabled = bool(result & 1)
-    health = None
+    fdp, health = None, None
+    with contextlib.suppress(DeviceError):
+        fdp = _fdp_of(path, descriptor, nsid, controller, namespace)
     with contextlib.suppress(DeviceError):
         health = parse_health(_log(path, descriptor, HEALTH_LOG))
     endurance_group = None
-    if attributes >> 4 & 1 and namespace.endurance_group:
+    if _attributes(controller) >> 4 & 1 and namespace.endurance_group:
         with contextlib.suppress(DeviceError):
             log = _log(path, descriptor, ENDURANCE_GROUP_LOG, namespace.endurance_group)
             endurance_group = parse_endurance_group(log)
@@ -182,8 +218,8 @@ def ask(path: str, descriptor: int) -> Drive:
         _text(controller[64:72]),
         bool(controller[525] & 1),
         atomic_lbas + 1,
-        fdp_supported,
-        fdp_enabled,
+        _offers_fdp(controller),
+        fdp,
         namespace,
         health,
         endurance_group,
@@ -194,6 +230,98 @@ def identify_controller(path: str, descriptor: int) -> bytes:
     """The Identify Controller data structure. Raises DeviceError as `ask`."""
     data, _ = _send(path, descriptor, IDENTIFY, 0, IDENTIFY_CONTROLLER, 0, IDENTIFY_BYTES)
     return data
+
+
+def ask_fdp(path: str, descriptor: int) -> Fdp | None:
+    """Flexible Data Placement of a namespace; None where it is not offered, or off.
+
+    Raises DeviceError as `ask`.
+    """
+    nsid = _nsid(path, descriptor)
+    controller = identify_controller(path, descriptor)
+    return _fdp_of(path, descriptor, nsid, controller, identify_namespace(path, descriptor, nsid))
+
+
+def _nsid(path: str, descriptor: int) -> int:
+    try:
+        return fcntl.ioctl(descriptor, NVME_IOCTL_ID)
+    except OSError as error:
+        raise DeviceError(
+            f"{path} is no NVMe namespace ({os.strerror(error.errno or 0)})", error.errno
+        ) from None
+
+
+def _attributes(controller: bytes) -> int:
+    return int(struct.unpack_from("<I", controller, 96)[0])
+
+
+def _offers_fdp(controller: bytes) -> bool:
+    return bool(_attributes(controller) >> 19 & 1)
+
+
+def _fdp_of(path: str, descriptor: int, nsid: int, controller: bytes, namespace: Namespace) -> Fdp | None:
+    group = namespace.endurance_group
+    # A command that a drive does not know would leave an entry in its error log: none is sent on spec.
+    if not _offers_fdp(controller) or not group:
+        return None
+    setting = None
+    with contextlib.suppress(DeviceError):  # since Linux 6.2 other users may ask the rest, but not this
+        _, setting = _send(path, descriptor, GET_FEATURES, 0, FDP_FEATURE, group, 0)
+        if not setting & 1:
+            return None
+    handles = _placement_handles(path, descriptor, nsid)
+    unit_bytes = host_bytes = media_bytes = 0
+    if setting is not None:
+        with contextlib.suppress(DeviceError):
+            head = _log(path, descriptor, FDP_CONFIGURATIONS_LOG, group, 16, 0)
+            size_bytes = min(struct.unpack_from("<I", head, 4)[0], FDP_CONFIGURATIONS_MOST_BYTES)
+            log = _log(path, descriptor, FDP_CONFIGURATIONS_LOG, group, size_bytes // 4 * 4, 0)
+            unit_bytes = parse_reclaim_unit_bytes(log, setting >> 8 & 0xFF)
+        with contextlib.suppress(DeviceError):
+            log = _log(path, descriptor, FDP_STATISTICS_LOG, group, FDP_STATISTICS_BYTES, 0)
+            host_bytes, media_bytes = parse_fdp_statistics(log)
+    return Fdp(handles, unit_bytes, host_bytes, media_bytes)
+
+
+def _placement_handles(path: str, descriptor: int, nsid: int) -> tuple[PlacementHandle, ...]:
+    """By I/O Management Receive, which changes nothing."""
+    data_bytes = IDENTIFY_BYTES
+    while True:
+        data, _ = _send(
+            *(path, descriptor, IO_MANAGEMENT_RECEIVE, nsid, RECLAIM_UNIT_HANDLE_STATUS, data_bytes // 4 - 1),
+            data_bytes,
+            NVME_IOCTL_IO_CMD,
+        )
+        wanted_bytes = HANDLE_STATUS_HEADER_BYTES + HANDLE_STATUS.size * struct.unpack_from("<H", data, 14)[0]
+        if wanted_bytes <= data_bytes:
+            return parse_placement_handles(data)
+        data_bytes = wanted_bytes
+
+
+def parse_placement_handles(data: bytes) -> tuple[PlacementHandle, ...]:
+    """From the Reclaim Unit Handle Status data structure."""
+    (count,) = struct.unpack_from("<H", data, 14)
+    body = data[HANDLE_STATUS_HEADER_BYTES : HANDLE_STATUS_HEADER_BYTES + count * HANDLE_STATUS.size]
+    found = [
+        PlacementHandle(identifier, handle, room)
+        for identifier, handle, _, room in HANDLE_STATUS.iter_unpack(body)
+    ]
+    return tuple(sorted(found, key=lambda one: one.identifier))
+
+
+def parse_reclaim_unit_bytes(log: bytes, index: int) -> int:
+    """Nominal size of a reclaim unit, from the FDP Configurations log page; 0 where `index` is not in it."""
+    offset = 16
+    for _ in range(index):
+        if offset + 2 > len(log):
+            return 0
+        offset += struct.unpack_from("<H", log, offset)[0]
+    return int(struct.unpack_from("<Q", log, offset + 16)[0]) if offset + 24 <= len(log) else 0
+
+
+def parse_fdp_statistics(log: bytes) -> tuple[int, int]:
+    """Bytes written by hosts and to the media, from the FDP Statistics log page."""
+    return int.from_bytes(log[:16], "little"), int.from_bytes(log[16:32], "little")
 
 
 def identify_namespace(path: str, descriptor: int, nsid: int) -> Namespace:
@@ -268,19 +396,36 @@ def permission_hint(path: str) -> str:
     )
 
 
-def _log(path: str, descriptor: int, log: int, which: int = 0) -> bytes:
+def _log(
+    path: str,
+    descriptor: int,
+    log: int,
+    which: int = 0,
+    size_bytes: int = LOG_BYTES,
+    nsid: int = ALL_NAMESPACES,
+) -> bytes:
     """A log page of the controller, or of what `which` names."""
-    dwords = LOG_BYTES // 4 - 1
+    dwords = size_bytes // 4 - 1
     data, _ = _send(
-        path, descriptor, GET_LOG_PAGE, ALL_NAMESPACES, log | dwords << 16, which << 16, LOG_BYTES
+        *(path, descriptor, GET_LOG_PAGE, nsid, log | (dwords & 0xFFFF) << 16),
+        dwords >> 16 | which << 16,
+        size_bytes,
     )
     return data
 
 
 def _send(
-    path: str, descriptor: int, opcode: int, nsid: int, cdw10: int, cdw11: int, data_bytes: int
+    path: str,
+    descriptor: int,
+    opcode: int,
+    nsid: int,
+    cdw10: int,
+    cdw11: int,
+    data_bytes: int,
+    request: int = NVME_IOCTL_ADMIN_CMD,
 ) -> tuple[bytes, int]:
-    """The data and the result of an admin command that reads `data_bytes`."""
+    """The data and the result of a command that reads `data_bytes`: an admin command, or an I/O command."""
+    what = "admin command" if request == NVME_IOCTL_ADMIN_CMD else "I/O command"
     with mmap.mmap(-1, max(data_bytes, mmap.PAGESIZE)) as memory:
         view = ctypes.c_char.from_buffer(memory)
         address = ctypes.addressof(view) if data_bytes else 0
@@ -288,17 +433,15 @@ def _send(
         fields = (opcode, 0, 0, nsid, 0, 0, 0, address, 0, data_bytes, cdw10, cdw11, *([0] * 6))
         command = bytearray(ADMIN_COMMAND.pack(*fields))
         try:
-            status = fcntl.ioctl(descriptor, NVME_IOCTL_ADMIN_CMD, command)
+            status = fcntl.ioctl(descriptor, request, command)
         except OSError as error:
             raise DeviceError(
-                f"{path}: NVMe admin command {opcode:#04x} is refused ({os.strerror(error.errno or 0)}); "
+                f"{path}: NVMe {what} {opcode:#04x} is refused ({os.strerror(error.errno or 0)}); "
                 f"{permission_hint(path)}",
                 error.errno,
             ) from None
         if status:
-            raise DeviceError(
-                f"{path}: NVMe admin command {opcode:#04x} failed with status {status:#x}", errno.EIO
-            )
+            raise DeviceError(f"{path}: NVMe {what} {opcode:#04x} failed with status {status:#x}", errno.EIO)
         return memory[:data_bytes], struct.unpack_from("<I", command, RESULT_OFFSET)[0]
 
 

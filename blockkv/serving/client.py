@@ -572,6 +572,7 @@ class ClientStore(Store):
         return dict(self._document(protocol.Info())) | {
             "engine": device.engine_name,
             "engine_reason": device.engine_reason,
+            "placement": device.placement(),
             "read_only_reason": "it was opened read-only" if self._read_only else "",
         }
 

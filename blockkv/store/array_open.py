@@ -79,6 +79,7 @@ def open_any(
     evict: bool = True,
     verify: bool = True,
     engine: Literal["auto", "io_uring", "threads", "passthrough"] = "auto",
+    placement: bool = True,
     depth: int = 256,
     commit_interval_ms: float | None = 10.0,
     discard: bool = False,
@@ -95,12 +96,13 @@ def open_any(
     `read_only`: nothing is written, not even a superblock. `evict`: make room by dropping the least recently
     used chunks when full, else raise StoreFull. `verify=False` skips the checksum on gets and is meant for
     measuring only. `engine`: "auto" takes io_uring, or threads where the kernel refuses it; "passthrough"
-    sends NVMe commands to a whole namespace, which a path such as /dev/ng0n1 also asks for. `depth`: requests
-    in flight. `commit_interval_ms`: how soon a put without `durable` becomes durable by itself; None leaves
-    it to `commit`. `discard`: tell the device about freed space, a second after the delete is durable and
-    later, in large ranges, at most `discard_bytes_per_s` and 100 times a second; without a commit interval
-    `discard_freed` alone does it. `max_store_bytes`: payload of puts that the device may have at once; more
-    wait, or may be dropped.
+    sends NVMe commands to a whole namespace, which a path such as /dev/ng0n1 also asks for. `placement`: tell
+    a drive that has FDP what does not die together, with that engine (`info()` says how, or why not); False
+    for a drive that is better off without. `depth`: requests in flight. `commit_interval_ms`: how soon a put
+    without `durable` becomes durable by itself; None leaves it to `commit`. `discard`: tell the device about
+    freed space, a second after the delete is durable and later, in large ranges, at most
+    `discard_bytes_per_s` and 100 times a second; without a commit interval `discard_freed` alone does it.
+    `max_store_bytes`: payload of puts that the device may have at once; more wait, or may be dropped.
 
     `eviction`: who leaves when it is full, "lru", "prefix" or "s3fifo"; `admission`: what is written at all,
     "all", "twice" or "adaptive"; or a function that makes a policy (`blockkv.catalog.eviction.Eviction`,
@@ -138,6 +140,7 @@ def open_any(
             evict=evict,
             verify=verify,
             engine=engine,
+            placement=placement,
             depth=depth,
             commit_interval_ms=commit_interval_ms,
             discard=discard,
@@ -158,7 +161,9 @@ def open_any(
                 device = (
                     one
                     if isinstance(one, Device)
-                    else open_device(one, read_only=read_only, engine=engine, depth=depth)
+                    else open_device(
+                        one, read_only=read_only, engine=engine, placement=placement, depth=depth
+                    )
                 )
             except DeviceError as error:
                 if degraded and error.errno in GONE_ERRNOS:

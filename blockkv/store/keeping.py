@@ -31,6 +31,7 @@ from blockkv.catalog.admission import Admission
 from blockkv.catalog.eviction import Eviction
 from blockkv.catalog.index import Index
 from blockkv.catalog.wear import WriteBudget
+from blockkv.device.base import Placement
 from blockkv.errors import InvalidArgument
 from blockkv.store.numbers import is_number
 
@@ -56,6 +57,13 @@ class Stay:
 
     ttl_s: float | None = None
     priority: int = 0
+
+    @property
+    def placement(self) -> Placement:
+        """What the drive is told of them."""
+        if self.ttl_s is not None or self.priority < 0:
+            return Placement.BRIEF
+        return Placement.KEPT if self.priority else Placement.DATA
 
 
 @dataclass(frozen=True, slots=True)

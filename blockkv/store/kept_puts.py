@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from blockkv.device.base import Placement
 from blockkv.errors import BlockKVError
 from blockkv.format.record import key_digest
 from blockkv.store.keeping import Stay
@@ -38,7 +39,8 @@ def put_kept(
         refused = {number for number, wanted in zip(fit, admitted, strict=True) if not wanted}
         state.counters["put_refused"] += len(refused)
     wanted = [number for number in range(len(items)) if number not in refused]
-    run = PutRun(state, len(wanted), deadline_ns, droppable)
+    placement = stays.placement if stays is not None else Placement.DATA
+    run = PutRun(state, len(wanted), deadline_ns, droppable, placement)
     try:
         run.run([items[number] for number in wanted])
     finally:

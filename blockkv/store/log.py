@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from blockkv.device.base import Batch, Device, Direction, Priority, device_error
+from blockkv.device.base import Batch, Device, Direction, Placement, Priority, device_error
 from blockkv.errors import BlockKVError, DeviceError, StoreFull, StoreReadOnly
 from blockkv.format import checkpoint
 from blockkv.format.geometry import PAGE_BYTES, SLOTS_PER_COPY, Geometry
@@ -478,6 +478,7 @@ class Log:
 def write_all(device: Device, pieces: list[tuple[int, bytes]]) -> None:
     """Write (device offset, bytes) pieces in one batch, unordered. Raises DeviceError for the first."""
     batch = Batch(Direction.WRITE, Priority.LOAD)
+    batch.placement = Placement.METADATA
     memory = bytearray(b"".join(data for _, data in pieces))
     address = address_of(memory)
     batch.keepalive.append(memory)

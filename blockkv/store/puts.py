@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from blockkv.catalog.index import add_put_transfers
-from blockkv.device.base import Direction, Priority, device_error
+from blockkv.device.base import Direction, Placement, Priority, device_error
 from blockkv.errors import BlockKVError, InvalidArgument
 from blockkv.format.geometry import unit_count
 from blockkv.format.record import key_digest, put_bytes_at_most
@@ -238,11 +238,23 @@ class PutRun(Puts):
 
     _state: State
 
-    def __init__(self, state: State, count: int, deadline_ns: int = 0, droppable: bool = False) -> None:
+    def __init__(
+        self,
+        state: State,
+        count: int,
+        deadline_ns: int = 0,
+        droppable: bool = False,
+        placement: Placement = Placement.DATA,
+    ) -> None:
         super().__init__(state, count, deadline_ns, droppable)
+        self._placement = placement
         self._charged_units: dict[bytes, int] = {}
         """Of chunks that the write budget was charged for and that are not written yet."""
         self._over_budget = False
+
+    def _fill(self, wave: PutWave) -> None:
+        super()._fill(wave)
+        wave.batch.placement = self._placement
 
     def _claim(self, positions: Sequence[int], items: Sequence[Item]) -> Columns:
         state = self._state

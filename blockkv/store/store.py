@@ -836,6 +836,7 @@ class Store:
             "epoch": superblock.epoch,
             "engine": state.device.engine_name,
             "engine_reason": state.device.engine_reason,
+            "placement": state.device.placement(),
             "accelerator": asdict(choose(state.options.verify or superblock.encryption is not None)),
             "memory": "through staging, where it is encrypted and decrypted"
             if superblock.encryption
@@ -1282,6 +1283,7 @@ def open_store(
     evict: bool = True,
     verify: bool = True,
     engine: Literal["auto", "io_uring", "threads", "passthrough"] = "auto",
+    placement: bool = True,
     depth: int = 256,
     commit_interval_ms: float | None = 10.0,
     discard: bool = False,
@@ -1302,7 +1304,7 @@ def open_store(
     with interrupts:
         if isinstance(path, Device):
             return open_on(path, read_only, options, unlocker, by_path=False)
-        device = open_device(path, read_only=read_only, engine=engine, depth=depth)
+        device = open_device(path, read_only=read_only, engine=engine, placement=placement, depth=depth)
         try:
             return open_on(device, read_only, options, unlocker, by_path=True)
         except BaseException:
@@ -1355,6 +1357,7 @@ def open_device(
     read_only: bool,
     engine: Literal["auto", "io_uring", "threads", "passthrough"],
     depth: int,
+    placement: bool = True,
 ) -> NativeDevice:
     """A device to open a store on, locked. Raises as `open_store` does."""
     if (block_device := passthrough.block_device_of(path)) is not None:
@@ -1365,7 +1368,7 @@ def open_device(
             )
         path, engine = block_device, "passthrough"
     descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
-    return NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth)
+    return NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth, placement=placement)
 
 
 def open_on(

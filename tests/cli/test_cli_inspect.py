@@ -252,3 +252,14 @@ def test_files_that_are_no_store(image_dir: Path, content: bytes) -> None:
         answer = blockkv_command("inspect", kind, path, "--json")
         assert answer.code in (ExitCode.DEVICE, ExitCode.FORMAT), answer
         assert isinstance(answer.document, dict)
+
+
+def test_what_is_on_no_drive_has_no_placement_handles(store: Path) -> None:
+    answer = blockkv_command(
+        "inspect",
+        "placement",
+        store,
+        "--json",
+    )
+    assert answer.code == ExitCode.USAGE
+    assert "nothing else has placement handles" in answer.document["error"]["message"]

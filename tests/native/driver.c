@@ -504,6 +504,17 @@ static void commands_say_what_their_operation_does(void)
     CHECK(command->cdw10 == 3 && command->cdw11 == 5 && command->cdw12 == 31);
     CHECK(command->addr == (uintptr_t)memory && command->data_len == 2);
     CHECK(entry.sqe.uring_cmd_flags == 0);
+    CHECK(command->cdw13 == 0);
+
+    options.is_placed = true;
+    memcpy(options.placement_identifiers, (uint16_t[]){0, 1, 0x8002, 3}, sizeof options.placement_identifiers);
+    for (int placement = 0; placement < BKV_PLACEMENT_COUNT; placement++) {
+        batch.placement = placement;
+        memset(&entry, 0, sizeof entry);
+        bkv_passthrough_prepare(&entry.sqe, &options, &operation, memory, 2, false);
+        CHECK(command->cdw12 == (2u << 20 | 31));
+        CHECK(command->cdw13 == (uint32_t)options.placement_identifiers[placement] << 16);
+    }
 
     batch.direction = BKV_READ;
     memory[0].iov_len = operation.length_bytes;
@@ -512,7 +523,7 @@ static void commands_say_what_their_operation_does(void)
         memset(&entry, 0, sizeof entry);
         bkv_passthrough_prepare(&entry.sqe, &options, &operation, memory, 1, fixed);
         CHECK(entry.sqe.cmd_op == NVME_URING_CMD_IO && command->opcode == 2);
-        CHECK(command->cdw10 == 24 && command->cdw11 == 40 && command->cdw12 == 255);
+        CHECK(command->cdw10 == 24 && command->cdw11 == 40 && command->cdw12 == 255 && command->cdw13 == 0);
         CHECK(command->addr == 0x10000 && command->data_len == 128 << 10);
         CHECK(entry.sqe.uring_cmd_flags == (fixed ? IORING_URING_CMD_FIXED : 0u));
         CHECK(entry.sqe.buf_index == (fixed ? 9 : 0));
