@@ -35,7 +35,7 @@ def figures_of(*arguments: str) -> dict[str, Any]:
 def test_the_device_tests_pass_on_namespaces_of_both_lba_sizes() -> None:
     figures = figures_of("suite", "--quick")
     assert figures["failures"] == []
-    assert figures["tests"] >= 50
+    assert figures["tests"] >= 63
 
 
 def test_power_cuts_lose_nothing_that_was_acknowledged() -> None:

@@ -1,8 +1,9 @@
 """What the virtual machine boots: QEMU, Debian's cloud kernel and an initramfs, fetched once and kept.
 
-Packages are installed with apt. The kernel is only unpacked, into a cache outside the checkout: installing
-it would touch this machine's boot loader. Its NVMe driver is built in; the modules in the initramfs mount
-the host's root.
+Packages are installed with apt. Two things are only unpacked, into a cache outside the checkout: the kernel,
+which would touch this machine's boot loader, and a later QEMU from Debian's backports, which emulates FDP.
+What that links with comes with the installed one, and so does virtiofsd, which it has no longer. The kernel's
+NVMe driver is built in; the modules in the initramfs mount the host's root.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ __all__ = ["GuestSystem", "SetupError", "prepare"]
 INIT = Path(__file__).with_name("init")
 KERNEL_METAPACKAGE = "linux-image-cloud-amd64"
 MODULES = ("virtio_pci", "virtiofs", "overlay")
+QEMU_PACKAGES = ("qemu-system-x86", "qemu-system-data")
+BACKPORTS = "bookworm-backports"
+FIRMWARE = Path("/usr/share/seabios")
 QEMU = "qemu-system-x86_64"
 VIRTIOFSD = Path("/usr/lib/qemu/virtiofsd")
 PACKAGE_OF = {
@@ -45,6 +49,8 @@ class SetupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GuestSystem:
+    qemu: tuple[str, ...]
+    """The command, and where its firmware is."""
     kernel: Path
     modules: Path
     """The directory of the kernel's modules; the guest sees it as its own."""
@@ -67,7 +73,13 @@ def prepare(say: Say = lambda _: None) -> GuestSystem:
         kernel_directory = find_kernel(cache) or fetch_kernel(cache, say)
         (modules,) = (kernel_directory / "lib/modules").iterdir()
         (kernel,) = (kernel_directory / "boot").glob("vmlinuz-*")
-        return GuestSystem(kernel, modules, initramfs_for(cache, kernel_directory, modules.name, say))
+        qemu_directory = find_qemu(cache) or fetch_qemu(cache, say)
+        qemu = (
+            str(qemu_directory / "usr/bin" / QEMU),
+            *("-L", str(qemu_directory / "usr/share/qemu"), "-L", str(FIRMWARE)),
+        )
+        initramfs = initramfs_for(cache, kernel_directory, modules.name, say)
+        return GuestSystem(qemu, kernel, modules, initramfs)
 
 
 def cache_directory() -> Path:
@@ -125,6 +137,56 @@ def fetch_kernel(cache: Path, say: Say) -> Path:
         (modules,) = (kernel / "lib/modules").iterdir()
         run(["depmod", "-b", str(kernel), modules.name])
         return kernel.rename(cache / names[0])
+
+
+def find_qemu(cache: Path) -> Path | None:
+    return max(cache.glob("qemu-*"), default=None)
+
+
+def fetch_qemu(cache: Path, say: Say) -> Path:
+    """Download QEMU from the backports and unpack it, with package lists apart from apt's."""
+    say(f"downloading QEMU from {BACKPORTS}")
+    with tempfile.TemporaryDirectory(dir=cache, prefix="unpack.") as name:
+        directory = Path(name)
+        (directory / "lists/partial").mkdir(parents=True)
+        (directory / "sources").write_text(f"deb {debian_mirror()} {BACKPORTS} main\n")
+        apt = ["apt-get", "-qq"]
+        for option in (
+            f"Dir::Etc::sourcelist={directory}/sources",
+            "Dir::Etc::sourceparts=-",
+            f"Dir::State::lists={directory}/lists",
+            "Dir::Cache::pkgcache=",
+            "Dir::Cache::srcpkgcache=",
+            "APT::Sandbox::User=root",
+            "Acquire::Languages=none",
+            "Acquire::Retries=3",
+        ):
+            apt += ["-o", option]
+        run([*apt, "update"])
+        run([*apt, "download", *QEMU_PACKAGES], directory)
+        qemu = directory / "qemu"
+        packages = [next(directory.glob(f"{package}_*.deb"), None) for package in QEMU_PACKAGES]
+        for package, file in zip(QEMU_PACKAGES, packages, strict=True):
+            if file is None:
+                raise SetupError(f"{BACKPORTS} has no {package}; the guest's drives need QEMU 8 or later")
+            run(["dpkg", "-x", str(file), str(qemu)])
+        version = output([str(qemu / "usr/bin" / QEMU), "--version"]).split("version ", 1)[-1].split(" ")[0]
+        if not version:
+            raise SetupError(f"QEMU from {BACKPORTS} does not start; is this Debian 12?")
+        return qemu.rename(cache / f"qemu-{version}")
+
+
+def debian_mirror() -> str:
+    """Where this machine gets its Debian packages."""
+    command = ["apt-get", "indextargets", "--format", "$(RELEASE) $(REPO_URI)", "Created-By: Packages"]
+    if not (found := output(command)):  # it names what has been fetched
+        run(["apt-get", "update", "-qq"])
+        found = output(command)
+    release = BACKPORTS.partition("-")[0]
+    for line in found.splitlines():
+        if line.startswith(f"{release} "):
+            return line.split()[1]
+    raise SetupError(f"apt knows no source of Debian packages for {release}; the guest needs one")
 
 
 def initramfs_for(cache: Path, kernel_directory: Path, release: str, say: Say) -> Path:

@@ -22,14 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from guest_system import QEMU, VIRTIOFSD, GuestSystem
+from guest_system import VIRTIOFSD, GuestSystem
 
-__all__ = ["DETACHABLE", "REMOVABLE", "Machine", "MachineError", "Namespace"]
+__all__ = ["DETACHABLE", "RECLAIM_GROUPS", "REMOVABLE", "Machine", "MachineError", "Namespace"]
 
 REMOVABLE = ("removable-1", "removable-2")
 """The controllers that `Machine.remove_controller` may take out, once each."""
 DETACHABLE = "detachable"
 """The controller whose namespaces the guest may detach and attach."""
+RECLAIM_GROUPS = {"placing": 1, "grouped": 2}
+"""The controllers with Flexible Data Placement, and how many reclaim groups they have."""
+RECLAIM_UNIT_MIB, RECLAIM_UNIT_HANDLES = 16, 8
 GUEST_LOST = 125
 SOCKET_WAIT_S = 20.0
 MDTS = 7
@@ -53,6 +56,8 @@ class Namespace:
     """Beside every LBA."""
     protection_type: int = 0
     """Of the information in the metadata; 0: it is nobody's."""
+    reclaim_unit_handles: str = ""
+    """Of a controller in `RECLAIM_GROUPS`: those that the namespace writes by, such as 0-3."""
 
     def arguments(self) -> list[str]:
         node = f"{self.controller}-{self.nsid}"
@@ -69,6 +74,8 @@ class Namespace:
             f"logical_block_size={self.lba_bytes},physical_block_size={self.lba_bytes},"
             f"ms={self.metadata_bytes},pi={self.protection_type}"
         )
+        if self.reclaim_unit_handles:
+            device += f",fdp.ruhs={self.reclaim_unit_handles}"
         return ["-blockdev", json.dumps(node_options), "-device", device]
 
 
@@ -192,10 +199,17 @@ class Machine:
                 # QEMU attaches and detaches namespaces of a subsystem only
                 arguments += ["-device", f"nvme-subsys,id=subsystem,nqn={name}"]
                 place = ",subsys=subsystem"
+            if name in RECLAIM_GROUPS:
+                fdp = (
+                    f"fdp=on,fdp.runs={RECLAIM_UNIT_MIB}M,fdp.nruh={RECLAIM_UNIT_HANDLES},"
+                    f"fdp.nrg={RECLAIM_GROUPS[name]}"
+                )
+                arguments += ["-device", f"nvme-subsys,id=subsystem-{name},nqn={name},{fdp}"]
+                place = f",subsys=subsystem-{name}"
             arguments += ["-device", f"nvme,id={name},serial=blockkv-{name},mdts={MDTS}{place}"]
         for namespace in namespaces:
             arguments += namespace.arguments()
-        self._qemu = self._spawn([QEMU, *arguments])
+        self._qemu = self._spawn([*system.qemu, *arguments])
         self._reader = threading.Thread(target=self._read_console, daemon=True)
         self._reader.start()
 

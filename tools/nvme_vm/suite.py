@@ -23,12 +23,21 @@ GUEST_SUITE = Path(__file__).with_name("guest_suite.py")
 LBA_SIZES = (512, 4096)
 NAMESPACE_SIZES_MIB = (1, 4, 8, 16, 32, 64, 96, 2048)
 SCRATCH_MIB = 4096
+PLACING = (
+    ("placing", 1, 4096, "0-3"),
+    ("placing", 2, 512, "4-5"),
+    ("placing", 3, 4096, "6"),
+    ("grouped", 1, 4096, "0-3"),
+)
+"""Namespaces with placement handles: controller, nsid, LBA size and which handles."""
+PLACING_SIZE_MIB = 96
 METADATA_SIZE_MIB = 32
 TIMEOUT_S = 3600.0
 
 FULL = (
     "tests/vm/guest_namespace.py",
     "tests/vm/guest_passthrough.py",
+    "tests/vm/guest_placement.py",
     "tests/vm/guest_doctor.py",
     "tests/vm/guest_encryption.py",
     "tests/vm/guest_deploy.py",
@@ -42,6 +51,7 @@ FULL = (
 QUICK = (
     "tests/vm/guest_namespace.py",
     "tests/vm/guest_passthrough.py",
+    "tests/vm/guest_placement.py",
     "tests/vm/guest_doctor.py",
     "tests/vm/guest_encryption.py",
     "tests/vm/guest_deploy.py",
@@ -119,9 +129,16 @@ def run_suite(system: GuestSystem, selected: Sequence[str], say: Callable[[str],
             )
             for nsid in (1, 2)
         ]
+        placing = [
+            replace(
+                image_namespace(directory, nsid, lba_bytes, PLACING_SIZE_MIB, controller),
+                reclaim_unit_handles=handles,
+            )
+            for controller, nsid, lba_bytes, handles in PLACING
+        ]
         deselected = [f"--deselect={test}" for test in ELSEWHERE]
         arguments = [str(GUEST_SUITE), "--scratch", str(scratch.nsid), *selected, *deselected]
-        return run_tests(system, [*namespaces, scratch, *with_metadata], arguments, say)
+        return run_tests(system, [*namespaces, scratch, *with_metadata, *placing], arguments, say)
 
 
 def image_namespace(
