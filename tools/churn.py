@@ -9,7 +9,8 @@ Chunks of mixed sizes, a mixture of log-normal distributions cut off at 16 KiB a
 Before each batch the chunks used longest ago are deleted, in the order in which the store would evict them,
 so that no more than --fill of the data zone is live (with --fill 1 the store evicts by itself); --reads of a
 batch's chunks are read, chosen at random, and every byte compared, which counts as a use and stirs that
-order. All follows from --seed. A pass has written the data zone once over.
+order. All follows from --seed. A pass has written the data zone once over. With --brief a share of the chunks
+has a priority below the others' and leaves before all of them.
 
 For each pass
   put, get        GB/s and CPU s/GB of the calls; gets are of chunks chosen at random, at the end of the pass
@@ -18,7 +19,8 @@ For each pass
   request         mean size of the requests to the device
   writes          bytes written to the device per byte of payload
   FTL             what a drive makes of these writes and discards: pages written to flash per page written
-                  (a model, see `blockkv.bench.ftl`; --over-provisioning and --erase-unit-mib are its own)
+                  (a model, see `blockkv.bench.ftl`; --over-provisioning and --erase-unit-mib are its own;
+                  with --handles it keeps apart what a drive with so many placement handles would)
 
 At the end: whether free, live, pending and quarantined space add up to the data zone, what rounding to units
 costs, what `check` says, and the last pass beside the first. Exits with 1 when something does not add up.
@@ -47,6 +49,8 @@ from rich.table import Table
 import blockkv
 from blockkv.bench.device import write_throughout
 from blockkv.bench.ftl import Ftl
+from blockkv.device.base import Placement
+from blockkv.device.placement import assign
 from blockkv.errors import BlockKVError
 from blockkv.testing import OperationKind, RecordingDevice
 
@@ -57,13 +61,14 @@ LEAST_BYTES, MOST_BYTES = 16 * KIBIBYTE, 32 * MEBIBYTE
 MIXTURE = ((0.5, 64 * KIBIBYTE, 0.7), (0.3, MEBIBYTE, 0.7), (0.2, 8 * MEBIBYTE, 0.6))
 """(weight, median, sigma): state of MLA models and tails, a few hundred tokens of small models, and of
 large."""
-AVERAGE_CHUNK = "256KiB"
+AVERAGE_CHUNK_BYTES = 256 * KIBIBYTE
 """Half of the chunks are small: at the default of 1 MiB their records would fill the index first."""
 ARENA_BYTES = 64 * MEBIBYTE
 LARGEST_SHARE = 64
 """A chunk has at most this part of the data zone, so that a small device holds a mixture too."""
 SAMPLE_BYTES = 2048 * MEBIBYTE
 """What the gets at the end of a pass read."""
+BRIEF_PRIORITY = -1
 TABLE_CHARS = 136
 PANELS = (
     ("GB/s", ("put_gb_per_s", "get_gb_per_s")),
@@ -75,13 +80,15 @@ PANELS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to do to the store."""
+    """What to do to the store. `brief`: share of the chunks that leave before the others."""
 
     times: float
     fill: float
     reads: float
     batch_bytes: int
     seed: int
+    brief: float = 0.0
+    largest_bytes: int = MOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +160,29 @@ def _cpu_s() -> float:
 
 
 class Trace:
-    """What the store wrote and discarded, on its way to the model."""
+    """What the store wrote and discarded, on its way to the model, a drive with so many placement handles."""
 
-    def __init__(self, ftl: Ftl) -> None:
+    def __init__(self, ftl: Ftl, handles: int = 1) -> None:
         self._ftl = ftl
-        self._waiting: deque[tuple[OperationKind, int, int]] = deque()
+        self._streams = assign(range(handles))
+        self._waiting: deque[tuple[OperationKind, int, int, Placement]] = deque()
 
-    def record(self, kind: OperationKind, offset_bytes: int, length_bytes: int) -> None:
+    def record(
+        self,
+        kind: OperationKind,
+        offset_bytes: int,
+        length_bytes: int,
+        placement: Placement = Placement.DATA,
+    ) -> None:
         """As `RecordingDevice` calls it, on any thread."""
-        self._waiting.append((kind, offset_bytes, length_bytes))
+        self._waiting.append((kind, offset_bytes, length_bytes, placement))
 
     def work_off(self) -> None:
         """Show the model what has come in; outside every measurement."""
         while self._waiting:
-            kind, offset_bytes, length_bytes = self._waiting.popleft()
+            kind, offset_bytes, length_bytes, placement = self._waiting.popleft()
             if kind is OperationKind.WRITE:
-                self._ftl.write(offset_bytes, length_bytes)
+                self._ftl.write(offset_bytes, length_bytes, self._streams[placement])
             elif kind is OperationKind.DISCARD:
                 self._ftl.discard(offset_bytes, length_bytes)
 
@@ -192,13 +206,15 @@ class Churn:
         self.settings = settings
         self.rng = random.Random(settings.seed)  # noqa: S311  not a secret
         self.data_bytes: int = store.stats()["data_bytes"]
-        self.sizes = Sizes(self.rng, min(MOST_BYTES, self.data_bytes // LARGEST_SHARE))
+        self.sizes = Sizes(self.rng, min(settings.largest_bytes, self.data_bytes // LARGEST_SHARE))
         self.arena = blockkv.empty((ARENA_BYTES,), dtype=torch.uint8)
         self.arena.random_(0, 256, generator=torch.Generator().manual_seed(settings.seed))
         self.outs = blockkv.empty((settings.batch_bytes + MOST_BYTES,), dtype=torch.uint8)
         self.live: dict[str, tuple[int, int]] = {}
         """Key -> (offset in the arena, size) of its payload."""
         self.live_bytes = 0
+        self.brief: dict[str, None] = {}
+        """Stored ones that leave before the others, in this order."""
         self.names = map(str, itertools.count())
         self.gone_count = 0
         """Chunks that nobody deleted and that are not there: as many as the store evicted, or some are
@@ -216,7 +232,7 @@ class Churn:
         while puts.moved_bytes < self.data_bytes:
             batch = self._draw_batch()
             with puts:
-                self.store.put_many([(key, self.payload(key)) for key in batch])
+                self._put(batch)
             puts.moved_bytes += sum(self.live[key][1] for key in batch)
             if self.discard_at_once:
                 self.store.discard_freed()
@@ -247,6 +263,14 @@ class Churn:
             **describe_pieces(pieces, [self.live[key][1] for key in self.live]),
         )
 
+    def _put(self, batch: Sequence[str]) -> None:
+        share = self.settings.brief
+        brief = dict.fromkeys(key for key in batch if share and self.rng.random() < share)
+        self.store.put_many([(key, self.payload(key)) for key in batch if key not in brief])
+        if brief:
+            self.store.put_many([(key, self.payload(key)) for key in brief], priority=BRIEF_PRIORITY)
+            self.brief |= brief
+
     def _draw_batch(self) -> list[str]:
         """New chunks, and room for them."""
         batch, batch_bytes = [], 0
@@ -256,8 +280,8 @@ class Churn:
             key = next(self.names)
             batch.append(key)
             batch_bytes += rounded(size)
-            self._make_room(batch_bytes)
             self.live[key] = start, size
+        self._make_room(batch_bytes)
         self.live_bytes += batch_bytes
         return batch
 
@@ -268,7 +292,7 @@ class Churn:
         limit_bytes = int(self.settings.fill * self.data_bytes) - wanted_bytes
         if self.live_bytes <= limit_bytes:
             return
-        for key in self.store.keys():  # noqa: SIM118  a store is not iterable
+        for key in itertools.chain(list(self.brief), self.store.keys()):
             assert isinstance(key, str)
             self.store.delete(key)
             self._forget(key)
@@ -277,6 +301,7 @@ class Churn:
 
     def _forget(self, key: str) -> None:
         self.live_bytes -= rounded(self.live.pop(key)[1])
+        self.brief.pop(key, None)
 
     def _forget_evicted(self) -> None:
         """The store makes room too: always with a fill of 1, else while deleted space is not free yet."""
@@ -392,17 +417,19 @@ def churn(
     discard: str,
     force: bool,
     progress: Callable[[int, float], None],
+    handles: int = 1,
 ) -> tuple[list[Pass], dict[str, Any]]:
     """Format, write everything once, and go through all passes."""
-    facts = blockkv.format(path, average_chunk=AVERAGE_CHUNK, force=force)
+    average_bytes = min(AVERAGE_CHUNK_BYTES, settings.largest_bytes // 4)
+    facts = blockkv.format(path, average_chunk=average_bytes, force=force)
     # formatting discarded it: what is read and written from now on is as on a drive that was in use
     offset_bytes, data_bytes = facts["data_offset_bytes"], facts["data_bytes"]
     write_throughout(path, data_bytes, offset_bytes)
-    ftl = Ftl(facts["device_bytes"], **ftl_options)
+    ftl = Ftl(facts["device_bytes"], **ftl_options, streams=handles)
     ftl.write(0, facts["device_bytes"])
     ftl.discard(offset_bytes, data_bytes)
-    trace = Trace(ftl)
-    device = RecordingDevice(path, trace.record, keep_discards=discard == "model")
+    trace = Trace(ftl, handles)
+    device = RecordingDevice(path, trace.record, keep_discards=discard == "model", placements=True)
     passes = []
     with blockkv.open(device, discard=discard != "off") as store:
         run = Churn(store, trace, ftl, settings, discard == "model")
@@ -478,6 +505,15 @@ def draw(figure: Any, passes: Sequence[Pass]) -> None:
 )
 @click.option("--over-provisioning", default=0.07, show_default=True, help="Of the FTL model.")
 @click.option("--erase-unit-mib", default=4.0, show_default=True, help="Of the FTL model.")
+@click.option("--largest-kib", default=MOST_BYTES >> 10, show_default=True, help="Of a chunk.")
+@click.option("--brief", default=0.0, show_default=True, help="Share of the chunks that leave first.")
+@click.option(
+    "--handles",
+    type=click.IntRange(1, len(Placement)),
+    default=1,
+    show_default=True,
+    help="Placement handles of the FTL model: what it keeps apart, see `blockkv.device.placement`.",
+)
 def main(
     on: DeviceOptions,
     to: OutputOptions,
@@ -489,11 +525,20 @@ def main(
     discard: str,
     over_provisioning: float,
     erase_unit_mib: float,
+    largest_kib: int,
+    brief: float,
+    handles: int,
 ) -> None:
     """Age a store on DEVICE, which is formatted and overwritten, or on one made for it."""
     if not 0 < fill <= 1:
         raise click.UsageError("--fill is a share: above 0, at most 1")
-    settings = Settings(times, fill, reads, batch_mib * MEBIBYTE, seed)
+    if not 0 <= brief < 1:
+        raise click.UsageError("--brief is a share: from 0, below 1")
+    if largest_kib * KIBIBYTE < 4 * LEAST_BYTES:
+        raise click.UsageError(f"--largest-kib is at least {4 * LEAST_BYTES // KIBIBYTE}")
+    settings = Settings(
+        times, fill, reads, batch_mib * MEBIBYTE, seed, brief, largest_bytes=largest_kib * KIBIBYTE
+    )
     ftl_options = {
         "over_provisioning": over_provisioning,
         "erase_unit_bytes": int(erase_unit_mib * MEBIBYTE),
@@ -506,6 +551,7 @@ def main(
             discard,
             target.force,
             lambda number, share: advance(f"pass {number + 1}", number + share),
+            handles,
         )
         described = target.described
     relative = beside_first(passes)
@@ -513,7 +559,7 @@ def main(
         {
             "device": described,
             "settings": asdict(settings) | {"discard": discard},
-            "ftl": ftl_options,
+            "ftl": ftl_options | {"handles": handles},
             "passes": [asdict(one) for one in passes],
             "last_to_first": relative,
             "accounting": accounting,

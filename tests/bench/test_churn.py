@@ -111,6 +111,19 @@ def test_an_aged_store_adds_up(image: Path, fill: float) -> None:
         assert 0 <= one.rounding_share < 0.2
 
 
+def test_a_drive_that_keeps_apart_what_leaves_first_writes_less(image: Path) -> None:
+    settings = Settings(times=3, fill=0.9, reads=0.5, batch_bytes=2 * MEBIBYTE, seed=3, brief=0.5)
+    amplification = []
+    for handles in (1, 2):
+        passes, accounting = churn.churn(
+            image, settings, FTL, "model", True, lambda number, share: None, handles
+        )
+        assert accounting["adds_up"]
+        assert accounting["lost_count"] == 0
+        amplification.append(passes[-1].ftl_write_amplification)
+    assert amplification[1] < amplification[0]
+
+
 def test_a_drive_that_is_told_about_free_space_writes_less(image: Path) -> None:
     told, _ = run(image)
     untold, accounting = run(image, discard="off")

@@ -83,6 +83,39 @@ def test_what_was_discarded_is_not_written_again() -> None:
     assert amplification[True] < 1.2 < amplification[False]
 
 
+def brief_and_lasting(streams: int) -> Ftl:
+    """Two rings written over by turns, of 4 units and of all the rest; in two streams or in one."""
+    ftl = Ftl(60 * UNIT_BYTES, 0.1, UNIT_BYTES, streams=streams)
+    brief_pages, step = 4 * UNIT_PAGES, 16
+    brief, lasting = 0, brief_pages
+    for number in range(3 * ftl.logical_pages // step):
+        if number == 2 * ftl.logical_pages // step:
+            ftl.reset_counters()
+        ftl.write_pages(np.arange(brief, brief + step), streams - 1)
+        ftl.write_pages(np.arange(lasting, lasting + step))
+        brief = (brief + step) % brief_pages
+        lasting = lasting + step if lasting + step < ftl.logical_pages else brief_pages
+    ftl.check()
+    return ftl
+
+
+def test_what_does_not_die_together_costs_nothing_apart() -> None:
+    together, apart = brief_and_lasting(1), brief_and_lasting(2)
+    assert together.unit_count == apart.unit_count
+    assert apart.write_amplification == 1
+    assert together.write_amplification > 1.5
+
+
+def test_a_stream_goes_on_in_a_unit_of_its_own() -> None:
+    ftl = Ftl(8 * UNIT_BYTES, 0.5, UNIT_BYTES, streams=3)
+    for stream in (0, 1, 2, 1, 0):
+        ftl.write(stream * UNIT_BYTES, UNIT_BYTES // 2, stream)
+    ftl.check()
+    assert sorted(ftl._valid[ftl._valid > 0]) == [UNIT_PAGES // 2] * 3
+    with pytest.raises(IndexError):
+        ftl.write(0, 4096, 3)
+
+
 def test_a_part_of_a_page_is_written_whole_and_not_discarded() -> None:
     ftl = drive(4, 0.1)
     ftl.write(4095, 2)
