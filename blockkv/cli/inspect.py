@@ -135,7 +135,7 @@ def _superblock_document(found: Superblock | None) -> dict[str, Any] | None:
 # -- placement -----------------------------------------------------------------------------------------
 
 
-@command_of(inspect, "placement")
+@command_of(inspect, "placement", examples=["inspect placement /dev/nvme1n1"])
 @device_argument
 def placement(output: Output, store_path: str) -> int:
     """The placement handles of an NVMe namespace, and what goes where. Exits 1 when there are none.
