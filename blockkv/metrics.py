@@ -22,10 +22,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import blockkv
 from blockkv.errors import InvalidArgument
+from blockkv.store.latencies import Latency
 
 __all__ = ["COUNTERS", "GAUGES", "LATENCY", "StoreCollector", "metric_name", "serve_metrics"]
 
@@ -146,10 +147,26 @@ def metric_name(name: str) -> str:
     return PREFIX + UNITS.get(name, name) + ("" if name in GAUGES else "_total")
 
 
+class Measured(Protocol):
+    """A store, or the owner of one that is served."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def read_only(self) -> bool: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def info(self) -> dict[str, Any]: ...
+
+    def latencies(self) -> dict[str, Latency]: ...
+
+
 class StoreCollector:
     """A collector for a prometheus_client registry, of one store. Keeps nothing but the store."""
 
-    def __init__(self, store: blockkv.Store, /, **labels: str) -> None:
+    def __init__(self, store: Measured, /, **labels: str) -> None:
         """`labels` go with every metric, beside `store`, the store's path; give those that tell stores apart.
 
         Raises InvalidArgument for a label that is taken.
@@ -196,9 +213,7 @@ class StoreCollector:
 
 
 @contextlib.contextmanager
-def serve_metrics(
-    store: blockkv.Store, port: int, address: str = "127.0.0.1", **labels: str
-) -> Iterator[int]:
+def serve_metrics(store: Measured, port: int, address: str = "127.0.0.1", **labels: str) -> Iterator[int]:
     """Answer scrapes at http://address:port/metrics while the context lasts; gives the port.
 
     Port 0 takes a free one. Whoever reaches the address reads the numbers, of which none tells a key or a

@@ -50,11 +50,27 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         return mode
 
 
+class _Endpoint(click.ParamType):  # type: ignore[type-arg]
+    """Where metrics are asked for."""
+
+    name = "endpoint"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, int]:
+        if isinstance(value, tuple):
+            return value
+        address, _, port = value.rpartition(":")
+        if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            self.fail(f"{value!r} has no port; give PORT or ADDRESS:PORT, such as 9105", param, ctx)
+        return address.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
 @command(
     "serve",
     examples=[
         "serve /dev/nvme1n1 --socket /run/blockkv.sock --mode 0660 --group blockkv",
-        "serve /dev/nvme1n1 --socket kv.sock --scrub 50MiB/s --write-budget 2TiB --log-format json",
+        "serve /dev/nvme1n1 --socket kv.sock --scrub 50MiB/s --metrics 9105 --log-format json",
     ],
 )
 @store_argument
@@ -104,6 +120,14 @@ class _Mode(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
     help="How long to wait, in seconds, for the clients of an owner that was killed to let go of the device.",
 )
 @click.option(
+    "--metrics",
+    "metrics_at",
+    type=_Endpoint(),
+    metavar="[ADDRESS:]PORT",
+    help="Answer Prometheus at http://ADDRESS:PORT/metrics. Port 0: one that is free.  "
+    "[default: no metrics; ADDRESS: 127.0.0.1]",
+)
+@click.option(
     "--log-format",
     type=click.Choice(FORMATS),
     default="text",
@@ -133,6 +157,7 @@ def serve(
     scrub_rate: int | None,
     commit_interval_ms: float,
     wait_s: float,
+    metrics_at: tuple[str, int] | None,
     log_format: str,
     log_level: str,
 ) -> int:
@@ -155,7 +180,8 @@ def serve(
     }
     with log_output(log_format, log_level):
         try:
-            _serve(output, store_path, options, wait_s, (socket_at, mode, group_id), scrub_rate, log_format)
+            place = (socket_at, mode, group_id)
+            _serve(output, store_path, options, wait_s, place, scrub_rate, metrics_at, log_format)
         except (BlockKVError, OSError) as error:
             if log_format != "json" or output.as_json:
                 raise
@@ -171,6 +197,7 @@ def _serve(
     wait_s: float,
     place: tuple[str, int, int | None],
     scrub_rate: int | None,
+    metrics_at: tuple[str, int] | None,
     log_format: str,
 ) -> None:
     """Until a signal ends it. `place`: socket, its mode and group. Raises what opening and closing raise."""
@@ -190,10 +217,13 @@ def _serve(
             stack.callback(sys.setswitchinterval, sys.getswitchinterval())
             sys.setswitchinterval(SWITCH_S)
             stopper.owner = owner
+            endpoint = None if metrics_at is None else _answer_scrapes(stack, owner, *metrics_at)
+            document, line = _facts(owner, endpoint)
             if log_format == "json" and not output.as_json:
-                logger.info("%s", _facts(owner)[1], extra={"store": owner.path})
+                logger.info("%s", line, extra={"store": owner.path})
             else:
-                _tell(output, owner)
+                output.document(document, lambda: click.echo(line))
+                sys.stdout.flush()
             _notify("READY=1")
             if scrub_rate is not None:
                 _scrub_for_ever(store, scrub_rate)
@@ -248,12 +278,26 @@ def _scrub_for_ever(store: blockkv.Store, bytes_per_s: int) -> None:
     store.start_scrub(bytes_per_s).add_done_callback(again)
 
 
-def _facts(owner: Owner) -> tuple[dict[str, Any], str]:
+def _answer_scrapes(stack: contextlib.ExitStack, owner: Owner, address: str, port: int) -> str:
+    """Give the URL. Raises what `serve_metrics` does, saying which address it was."""
+    from blockkv.metrics import serve_metrics
+
+    try:
+        port = stack.enter_context(serve_metrics(owner, port, address))
+    except OSError as error:
+        raise OSError(
+            error.errno, f"metrics cannot be had at {address}:{port}: {error.strerror or error}"
+        ) from None
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
+
+
+def _facts(owner: Owner, endpoint: str | None) -> tuple[dict[str, Any], str]:
     """What is served, as a document and as a line."""
     info, stats = owner.info(), owner.stats()
     document = {
         "socket": owner.path,
         "pid": os.getpid(),
+        "metrics": endpoint,
         "device": info["path"],
         "uuid": info["uuid"],
         "epoch": info["epoch"],
@@ -266,13 +310,8 @@ def _facts(owner: Owner) -> tuple[dict[str, Any], str]:
     return document, (
         f"serving {info['path']} at {owner.path}: {stats['chunks']} chunks, "
         f"{size_text(stats['free_bytes'])} of {size_text(stats['data_bytes'])} free"
+        + (f"; metrics at {endpoint}" if endpoint else "")
     )
-
-
-def _tell(output: Output, owner: Owner) -> None:
-    document, line = _facts(owner)
-    output.document(document, lambda: click.echo(line))
-    sys.stdout.flush()
 
 
 def _notify(state: str) -> None:

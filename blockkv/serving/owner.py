@@ -44,6 +44,7 @@ from blockkv.serving.protocol import Message
 from blockkv.serving.session import Session
 from blockkv.serving.wire import peer_of
 from blockkv.store import ArrayStore, Store
+from blockkv.store.latencies import Latency
 
 __all__ = ["Owner"]
 
@@ -283,6 +284,18 @@ class Owner:
         return sum(session.writing_count for session in self._sessions)
 
     # -- for people ------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def read_only(self) -> bool:
+        return self.store.read_only
+
+    def latencies(self) -> dict[str, Latency]:
+        """`Store.latencies`: calls of this process, not of clients."""
+        return self.store.latencies()
 
     def stats(self) -> dict[str, Any]:
         """`Store.stats`, and how many clients there are and what they have."""

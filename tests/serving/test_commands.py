@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
-from serving_tools import Serves
+from prometheus_client.parser import text_string_to_metric_families
+from serving_tools import OwnerProcess, Serves, formatted
 
+import blockkv
 from blockkv.cli import cli
 
 
@@ -42,3 +48,38 @@ def test_commands_on_a_socket(serve: Serves, tmp_path: Path) -> None:
     command("check", socket, code=2)
     command("rm", socket, "key")
     assert json.loads(command("ls", socket, "--json"))["chunks"] == []
+
+
+def test_metrics_of_an_owner_are_its_stats(
+    owner_process: Callable[..., OwnerProcess], image_dir: Path
+) -> None:
+    owner = owner_process(None, "--metrics", "0")
+    document = json.loads("{" + "".join(iter(lambda: owner.line() + "\n", "}\n")) + "}")
+    with blockkv.open(owner.socket) as client, urllib.request.urlopen(document["metrics"]) as answer:
+        assert client.put("key", b"k" * 200_000, durable=True)
+        assert answer.status == 200
+    with blockkv.open(owner.socket) as client, urllib.request.urlopen(document["metrics"]) as answer:
+        stats = client.stats()
+        found = {
+            one.name: one.value
+            for family in text_string_to_metric_families(answer.read().decode())
+            for one in family.samples
+            if one.labels.get("store") == str(owner.device) and one.name != "blockkv_call_seconds_bucket"
+        }
+    assert found["blockkv_chunks"] == stats["chunks"] == 1
+    assert found["blockkv_payload_bytes"] == stats["payload_bytes"] == 200_000
+    assert found["blockkv_clients"] == 1
+    assert found["blockkv_clients_accepted_total"] == 2
+    port = document["metrics"].split(":")[-1].split("/")[0]
+    other = formatted(image_dir / "other.img", "16MiB")
+    result = command("serve", other, "--socket", f"{other}.sock", "--metrics", port, code=4)
+    assert f"metrics cannot be had at 127.0.0.1:{port}".encode() in result
+    assert owner.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("endpoint", ["", "here", "127.0.0.1:", "127.0.0.1:65536", "-1"])
+def test_what_is_no_endpoint(endpoint: str, image_dir: Path) -> None:
+    store = formatted(image_dir / "store.img", "16MiB")
+    assert b"has no port" in command(
+        "serve", store, "--socket", f"{store}.sock", "--metrics", endpoint, code=2
+    )

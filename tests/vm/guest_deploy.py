@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from blockkv.device.namespace import probe
 
 ROOT = Path(__file__).parents[2]
 GIVEN_DEVICES = [Path(name) for name in os.environ["BLOCKKV_TEST_DEVICES"].split(":")]
+PAGE = ROOT / "docs/deploying.md"
 LEAST_BYTES = 64 << 20
 WAIT_S = 100
 """The guest's instructions are translated."""
@@ -142,7 +144,15 @@ def systemctl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     log = (tmp_path_factory.mktemp("systemd") / "log").open("w")
     manager = subprocess.Popen(
         [
-            *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--cgroup"),
+            *(
+                "unshare",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+                "--propagation=shared",
+                "--cgroup",
+            ),
             *("/lib/systemd/systemd", "--system", "--unit=quiet.target", "--log-target=console"),
         ],
         env=os.environ | {"container": "other"},
@@ -163,7 +173,7 @@ def systemctl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     finally:
         manager.kill()
         manager.wait()
-        print(Path(log.name).read_text())
+        print(Path(log.name).read_text(), LOG.read_text() if LOG.exists() else "", sep="\n")
 
 
 def test_the_unit_serves_the_device_to_the_group(
@@ -209,6 +219,32 @@ def test_the_unit_starts_it_again_and_ends_it_in_order(systemctl: Callable[..., 
     shown = systemctl("show", "--property=Result,ActiveState", "blockkv@kv0").split()
     assert sorted(shown) == ["ActiveState=inactive", "Result=success"]
     assert not SOCKET.exists()
+
+
+def test_an_encrypted_store_and_metrics_by_the_drop_ins_of_the_page(
+    disk: Path, systemctl: Callable[..., str]
+) -> None:
+    drop_ins = re.findall(r"^```ini\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(drop_ins) == 2
+    directory = Path("/run/systemd/system/blockkv@kv0.service.d")
+    directory.mkdir()
+    for number, text in enumerate(drop_ins):
+        (directory / f"{number}.conf").write_text(text)
+    Path("/etc/blockkv").mkdir()
+    Path("/etc/blockkv/kv0.conf").write_text("OPTIONS=--metrics 9105\n")
+    key = Path("/etc/blockkv/kv0.key")
+    key.write_bytes(os.urandom(32))
+    key.chmod(0o600)
+    blockkv.format(disk, encrypt=f"key-file:{key}", force=True)
+    systemctl("daemon-reload")
+    systemctl("start", "blockkv@kv0")
+    with blockkv.open(SOCKET) as store:
+        assert store.put("key", b"k" * 3_000_000, durable=True)
+    with urllib.request.urlopen("http://127.0.0.1:9105/metrics") as answer:
+        assert re.search(r"^blockkv_chunks\{.*\} 1\.0$", answer.read().decode(), re.MULTILINE)
+    systemctl("stop", "blockkv@kv0")
+    with blockkv.open(disk, unlock=f"key-file:{key}") as store:
+        assert bytes(store.get("key").numpy()) == b"k" * 3_000_000
 
 
 def status_of_the_owner() -> dict[str, str]:
