@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +88,9 @@ class Part:
             chosen = getattr(self, name)
             if isinstance(chosen, range) and (chosen.step != 1 or not chosen):
                 raise InvalidArgument(f"{name}={chosen} of a part; use a range of step 1 that is not empty")
-            if chosen is not None and (isinstance(chosen, bool) or not isinstance(chosen, int | range)):
+            if isinstance(chosen, numbers.Integral) and not isinstance(chosen, bool):
+                object.__setattr__(self, name, int(chosen))  # of numpy, too
+            elif chosen is not None and not isinstance(chosen, range):
                 raise InvalidArgument(f"{name}={chosen!r} of a part; use a number, a range, or None for all")
         if self.kv not in ("k", "v", None):
             raise InvalidArgument(f"kv={self.kv!r} of a part; use 'k', 'v', or None for both")

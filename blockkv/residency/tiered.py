@@ -64,8 +64,10 @@ class TieredStore:
 
         `admit` is asked when a chunk is to leave memory that is not in the store: False forgets it.
         `interval_s`: how often the budget is asked; None leaves that to `rebind`. `lock_memory`: never
-        swapped. `close` closes the store too.
+        swapped. `close` closes the store too. Raises InvalidArgument for another budget.
         """
+        if not isinstance(budget, MemoryBudget | int | None) or isinstance(budget, bool):
+            raise InvalidArgument(f"budget={budget!r}; give a number of bytes, a MemoryBudget, or None")
         if isinstance(budget, int):
             budget = MemoryBudget(budget, follow=False)
         self.store = store

@@ -42,6 +42,7 @@ from blockkv.errors import (
     OwnerLost,
     StoreClosed,
     StoreReadOnly,
+    VersionTooNew,
 )
 from blockkv.format import superblock
 from blockkv.format.record import key_digest
@@ -218,7 +219,10 @@ class ClientStore(Store):
         self, raw: socket.socket, frames: Frames, welcome: protocol.Welcome, descriptors: list[int]
     ) -> _Session:
         if welcome.version != protocol.VERSION:
-            raise Malformed(f"it speaks version {welcome.version}")
+            raise VersionTooNew(
+                f"{self._path}: its owner speaks version {welcome.version} of the protocol, and this client "
+                f"version {protocol.VERSION}: use the same blockkv for both"
+            )
         try:
             found = superblock.decode(welcome.superblock, welcome.slot)
             limits = Limits(**json.loads(welcome.limits))

@@ -29,7 +29,7 @@ from blockkv.catalog.wear import WriteBudget
 from blockkv.device.base import Device
 from blockkv.encryption.secret import Unlock, Unlocker
 from blockkv.encryption.volume_key import VolumeKey
-from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, InvalidArgument, WrongStore
+from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, WrongStore
 from blockkv.format.geometry import SLOTS_PER_COPY
 from blockkv.format.superblock import Membership, Superblock
 from blockkv.logs import logger_for
@@ -211,7 +211,8 @@ def _open_array(found: Sequence[_Found], *, read_only: bool, degraded: bool, opt
 def _missing(found: Sequence[_Found], *, degraded: bool) -> list[int]:
     """The members that are not among `found`. Raises WrongStore unless these belong together."""
     if not found:
-        raise InvalidArgument("no member of the array is there")
+        why = "no member of the array is there: none of the paths leads to a device"
+        raise DeviceError(why, errno.ENOENT)
     first = found[0]
     for one in found:
         if one.place.array_uuid != first.place.array_uuid:

@@ -247,6 +247,12 @@ def test_a_ranker_of_ones_own(device: SimulatedDevice) -> None:
         assert [number for number in range(8) if tier.in_memory(f"k{number}")] == [1, 3, 5, 7]
 
 
+@pytest.mark.parametrize("budget", [5.5, True, "1GiB"])
+def test_what_is_no_budget(device: SimulatedDevice, budget: Any) -> None:
+    with blockkv.open(device) as store, pytest.raises(blockkv.InvalidArgument, match="MemoryBudget"):
+        TieredStore(store, budget)
+
+
 def test_the_budget_is_followed(tier: TieredStore, budget: Adjustable) -> None:
     put_layers(tier, "r", list(range(8)))
     budget.budget_bytes = 5 * MIB

@@ -313,6 +313,7 @@ def test_an_owner_that_sends_nonsense(tmp_path: Any) -> None:
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         encode(protocol.Answer(1), 1),
         encode(protocol.Welcome(protocol.VERSION, 1, bytes(4096), 0, "", "{}", 0, b""), 1),
+        encode(protocol.Welcome(protocol.VERSION + 1, 1, bytes(4096), 0, "", "{}", 0, b""), 1),
         struct.pack("<I", 5),
         b"",
     ]
@@ -330,8 +331,11 @@ def test_an_owner_that_sends_nonsense(tmp_path: Any) -> None:
         thread = threading.Thread(target=run)
         thread.start()
         before = len(list(Path("/proc/self/fd").iterdir()))
+        raised = []
         for _ in answers:
-            with pytest.raises(blockkv.BlockKVError):
+            with pytest.raises(blockkv.BlockKVError) as caught:
                 blockkv.open(path)
+            raised.append(caught.type)
+        assert raised.count(blockkv.VersionTooNew) == 1
         thread.join()
         assert len(list(Path("/proc/self/fd").iterdir())) <= before

@@ -418,6 +418,11 @@ def test_devices_that_do_not_belong_together(images: list[Path], image_dir: Path
         assert not isinstance(store, ArrayStore)
 
 
+def test_an_array_of_which_nothing_is_there(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="no member of the array is there"):
+        blockkv.open([tmp_path / "a", tmp_path / "b"], degraded=True)
+
+
 def test_an_open_array_is_refused_to_others(images: list[Path]) -> None:
     with blockkv.open(images) as store:
         with pytest.raises(DeviceError):

@@ -42,6 +42,7 @@ def test_ranges_are_what_numpy_takes(layout: KVLayout, part: Part) -> None:
 def test_one_head_of_a_head_major_layout_is_one_run() -> None:
     layout = KVLayout.of("heads layers kv tokens dim", "float16", **SIZES)
     assert layout.ranges(Part(heads=3)) == [(3 * layout.payload_bytes // 8, layout.payload_bytes // 8)]
+    assert layout.ranges(Part(heads=np.int64(3))) == layout.ranges(Part(heads=3))
 
 
 def test_layers_of_a_layer_major_layout_are_one_run() -> None:
