@@ -732,7 +732,6 @@ def test_engines_share_a_device_through_its_owner(image: Path, tmp_path: Path) -
             second.tier.lookup(key, ReqContext("r"))
         assert time.perf_counter() - begun < 0.9, "an owner that does not answer is not waited for"
         assert second.found(keys) == [False] * 6
-        os.kill(owner.pid, signal.SIGCONT)
         owner.kill()
         owner.wait()
         begun = time.monotonic()
