@@ -550,6 +550,8 @@ class Session:
         """See `protocol.Allocate`."""
         state = self._state
         with self._lock:
+            if 0 < message.ticket <= self._last_ticket and message.ticket not in self._tickets:
+                return protocol.Granted(array("Q"))  # given up while this waited for a thread
             ticket = self._ticket(message.ticket)
             if ticket.extents is not None:
                 raise Malformed("it has space already")

@@ -239,6 +239,8 @@ def test_a_client_cannot_have_all_the_space(raw: Callable[[], Raw], bystander: b
     assert 5 < granted < 20
     waiting = begun.tickets[granted]
     assert one.ask(protocol.Allocate(waiting, 0)) == protocol.Granted(array("Q"))
+    one.socket.sendall(encode(protocol.GiveUp(array("Q", [waiting])), 3))
+    assert one.ask(protocol.Allocate(waiting, 1)) == protocol.Granted(array("Q")), "given up meanwhile"
     assert bystander.put("another", bytearray(20 << 20))
     one.close()
 
