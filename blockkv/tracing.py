@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +30,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blockkv.errors import InvalidArgument
 from blockkv.store.store import Store, listed, several_keys
 from blockkv.store.streams import PartStream
+
+logger = logging.getLogger("blockkv")
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -107,12 +110,14 @@ class _Tracing:
         from opentelemetry.trace import use_span
 
         span = self.start(operation, chunks, **attributes)
-        with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        with use_span(span, record_exception=False, set_status_on_exception=False):
             try:
                 yield span
             except BaseException as error:
                 failed(span, error)
                 raise
+            finally:
+                end(span)
 
 
 def failed(span: Span, error: BaseException) -> None:
@@ -121,6 +126,14 @@ def failed(span: Span, error: BaseException) -> None:
 
     span.set_attribute("error.type", type(error).__qualname__)
     span.set_status(StatusCode.ERROR, str(error))
+
+
+def end(span: Span) -> None:
+    """End a span, whatever its processors make of that: what was stored is stored."""
+    try:
+        span.end()
+    except Exception:
+        logger.exception("a span processor failed")
 
 
 def _bytes_of(tensors: Any) -> int:
@@ -240,13 +253,13 @@ def _followed(span: Span, submit: Callable[[], Future[Any]], note: Callable[[Any
             failed(span, error)
         else:
             note(ended.result())
-        span.end()
+        end(span)
 
     try:
         future = submit()
     except BaseException as error:
         failed(span, error)
-        span.end()
+        end(span)
         raise
     future.add_done_callback(done)
     return future
@@ -268,7 +281,7 @@ class _TracedStream(PartStream):
             self._span.set_attribute("blockkv.bytes", self._bytes)
             if self.problem is not None:
                 failed(self._span, self.problem)
-            self._span.end()
+            end(self._span)
 
 
 def _stream(inner: Callable[..., PartStream]) -> Callable[..., PartStream]:
@@ -280,7 +293,7 @@ def _stream(inner: Callable[..., PartStream]) -> Callable[..., PartStream]:
             made = inner(self, wanted, *arguments, **options)
         except BaseException as error:
             failed(span, error)
-            span.end()
+            end(span)
             raise
         made.__class__ = _TracedStream
         assert isinstance(made, _TracedStream)

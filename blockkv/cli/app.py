@@ -10,15 +10,19 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+import blockkv
 from blockkv import __version__
 from blockkv.cli.exit_code import MEANINGS, ExitCode, exit_code_of
 from blockkv.cli.output import Output
 from blockkv.encryption.secret import ENVIRONMENT
 from blockkv.errors import BlockKVError
+
+if TYPE_CHECKING:
+    from blockkv import Store
 
 EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {text}" for code, text in MEANINGS.items())
 SIZES = "SIZE is in bytes, or with a binary unit: 4096, 64KiB, 1.5GiB; RATE is a SIZE a second: 200MiB/s."
@@ -79,6 +83,7 @@ def _message(error: Exception) -> str:
 def _unlock(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value is not None and not context.resilient_parsing:
         os.environ[ENVIRONMENT] = value
+        context.obj = value
 
 
 def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -161,6 +166,16 @@ def _epilog(made: click.Command, examples: Sequence[str]) -> str:
     lines = ["\b\nExamples:", *(f"  blockkv {example}" for example in examples)]
     sizes = [SIZES] if any(one.type.name in ("size", "rate") for one in made.params) else []
     return "\n".join(lines) + "\n\n" + "\n\n".join([*sizes, "Exit codes: see `blockkv --help`."])
+
+
+def open_store(path: StorePath, **options: Any) -> Store:
+    """As `blockkv.open`. What --unlock gives is for this store, which has to be an encrypted one then."""
+    from blockkv.serving.wire import socket_path
+
+    given = click.get_current_context().find_root().obj
+    if given is None or socket_path(path) is not None:
+        return blockkv.open(path, **options)
+    return blockkv.open(path, unlock=given, **options)
 
 
 def key_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import click
 
 import blockkv
-from blockkv.cli.app import StorePath, command, degraded_option, parse_store, store_argument
+from blockkv.cli.app import StorePath, command, degraded_option, open_store, parse_store, store_argument
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
-from blockkv.cli.output import Output, standard_output
-from blockkv.errors import InvalidArgument
+from blockkv.cli.output import Output, open_private, standard_output
 
 if TYPE_CHECKING:
     from blockkv.archive import Moved, Progress
@@ -27,7 +26,19 @@ if TYPE_CHECKING:
 @degraded_option
 @click.argument("target")
 @click.option("--no-evict", is_flag=True, help="End when the target is full, instead of evicting.")
-def copy(output: Output, store_path: StorePath, degraded: bool, target: str, no_evict: bool) -> int:
+@click.option(
+    "--target-unlock",
+    metavar="SOURCE",
+    help="What opens TARGET, as for --unlock  [default: what --unlock gives, where it is encrypted]",
+)
+def copy(
+    output: Output,
+    store_path: StorePath,
+    degraded: bool,
+    target: str,
+    no_evict: bool,
+    target_unlock: str | None,
+) -> int:
     """Put the chunks of STORE into TARGET, another store: a larger drive, an array, one with other options.
 
     TARGET has to be formatted, may hold chunks already, and keeps them. What STORE cannot give, because it is
@@ -36,8 +47,9 @@ def copy(output: Output, store_path: StorePath, degraded: bool, target: str, no_
     from blockkv import archive
 
     with (
+        # not `open_store`: either may be the one that is encrypted
         blockkv.open(store_path, degraded=degraded, read_only=True) as source,
-        blockkv.open(parse_store(target), evict=not no_evict) as store,
+        blockkv.open(parse_store(target), evict=not no_evict, unlock=target_unlock) as store,
     ):
         return _carried_out(output, "copying", lambda told: archive.copy(source, store, progress=told))
 
@@ -55,7 +67,7 @@ def dump(output: Output, store_path: StorePath, degraded: bool, file: str) -> in
 
     if file == "-" and output.as_json:
         raise click.UsageError("--json needs a FILE for the archive: stdout holds the JSON document")
-    with blockkv.open(store_path, degraded=degraded, read_only=True) as store, _written(file) as opened:
+    with open_store(store_path, degraded=degraded, read_only=True) as store, _written(file) as opened:
         return _carried_out(
             output, "writing", lambda told: archive.dump(store, opened, progress=told), silent=file == "-"
         )
@@ -72,7 +84,7 @@ def load(output: Output, store_path: StorePath, degraded: bool, file: str) -> in
     """
     from blockkv import archive
 
-    with _read(file) as opened, blockkv.open(store_path, degraded=degraded) as store:
+    with _read(file) as opened, open_store(store_path, degraded=degraded) as store:
         return _carried_out(output, "loading", lambda told: archive.load(opened, store, progress=told))
 
 
@@ -102,9 +114,7 @@ def _written(file: str) -> Iterator[BinaryIO]:
         with standard_output() as stream:
             yield stream
     else:
-        if Path(file).exists():  # it may be a device
-            raise InvalidArgument(f"{file} exists; give the name of a new file, or - and redirect")
-        with Path(file).open("xb") as opened:
+        with open_private(file, new=True) as opened:
             yield opened
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import blockkv
-from blockkv.cli.app import StorePath, command, degraded_option, store_argument
+from blockkv.cli.app import StorePath, command, degraded_option, open_store, store_argument
 from blockkv.cli.byte_sizes import Rate, size_text
 from blockkv.cli.exit_code import ExitCode
 from blockkv.cli.output import Output, key_text
@@ -32,7 +32,7 @@ def check(output: Output, store_path: StorePath, degraded: bool, payload: bool, 
     (exit code 3); a live one is read in the background by its `Store.start_scrub`.
     """
     with (
-        blockkv.open(store_path, degraded=degraded, read_only=not repair) as store,
+        open_store(store_path, degraded=degraded, read_only=not repair) as store,
         output.progress() as advance,
     ):
 
@@ -98,7 +98,7 @@ def scrub(output: Output, store_path: StorePath, degraded: bool, bytes_per_s: in
 
     Exits 0 when every chunk verified, 1 when some were dropped or could not be read, or metadata was damaged.
     """
-    with blockkv.open(store_path, degraded=degraded) as store, output.progress() as advance:
+    with open_store(store_path, degraded=degraded) as store, output.progress() as advance:
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             advance("scrubbing", done_bytes, total_bytes)

@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 import blockkv
-from blockkv.cli.app import StorePath, command, degraded_option, key_argument, parse_key, store_argument
+from blockkv.cli.app import (
+    StorePath,
+    command,
+    degraded_option,
+    key_argument,
+    open_store,
+    parse_key,
+    store_argument,
+)
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
-from blockkv.cli.output import Output, key_text, lines, standard_output
+from blockkv.cli.output import Output, key_text, lines, open_private, standard_output
 from blockkv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--limit", type=click.IntRange(min=1), help="Show at most this many.")
 def ls(output: Output, store_path: StorePath, degraded: bool, prefix: str, limit: int | None) -> None:
     """List chunks: key, bytes, tensors, extents. Next to be evicted first; of an array, member by member."""
-    with blockkv.open(store_path, degraded=degraded, read_only=True) as store:
+    with open_store(store_path, degraded=degraded, read_only=True) as store:
         keys = store.keys()
         chosen = (
             info
@@ -91,7 +99,7 @@ def put(
     # Read before the store is opened: a slow producer on stdin must not hold its lock.
     with _source(file) as source:
         value = _array(source, file) if npy else _bytes_of(source, file)
-    with blockkv.open(store_path, degraded=degraded) as store:
+    with open_store(store_path, degraded=degraded) as store:
         stored = store.put(key, memoryview(value) if isinstance(value, mmap.mmap) else value, durable=True)
         info = store.entry(key)
         assert info is not None, "a durable put returned, so the key is there"
@@ -151,7 +159,7 @@ def get(
     """
     if file == "-" and output.as_json:
         raise click.UsageError("--json needs a FILE for the payload: stdout holds the JSON document")
-    with blockkv.open(store_path, degraded=degraded, read_only=True) as store:
+    with open_store(store_path, degraded=degraded, read_only=True) as store:
         info = store.entry(key)
         content = None if info is None else _content(store, info, npy)
     if info is None or content is None:
@@ -165,7 +173,7 @@ def get(
         with standard_output() as stream:
             stream.write(content)
         return None
-    with Path(file).open("wb") as target:
+    with open_private(file) as target:
         target.write(content)
     document = {
         "key": key_text(key),
@@ -209,7 +217,7 @@ def _content(store: blockkv.Store, info: ChunkInfo, npy: bool) -> mmap.mmap | by
 def rm(output: Output, store_path: StorePath, degraded: bool, keys: tuple[str, ...]) -> int:
     """Delete chunks. Exits 1 when one of the KEYS was not stored; the others are deleted all the same."""
     wanted = [parse_key(key) for key in keys]
-    with blockkv.open(store_path, degraded=degraded) as store:
+    with open_store(store_path, degraded=degraded) as store:
         deleted = [store.delete(key) for key in wanted]
     rows = [{"key": key_text(key), "deleted": done} for key, done in zip(wanted, deleted, strict=True)]
 

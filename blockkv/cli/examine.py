@@ -36,6 +36,7 @@ from blockkv.errors import BlockKVError, DeviceBusy, DeviceError, DeviceTooSmall
 from blockkv.format import geometry
 from blockkv.format.geometry import RUN_BYTES
 from blockkv.store.create import DEFAULT_AVERAGE_CHUNK_BYTES, occupants
+from blockkv.store.reused import made_since
 
 __all__ = ["Observation", "Verdict", "examine_device", "examine_host"]
 
@@ -275,12 +276,26 @@ def _use(identity: Identity, limits: Limits) -> Iterator[Observation]:
             yield Observation("in use", Verdict.REFUSED, str(error))
     content = [one for one in found if one.overridable]
     if any(one.kind == "blockkv" for one in content):
+        since = _made_since(identity)
+        for one in since:
+            what = f"made after the store that was there, which is not written to any more: {one.what}"
+            yield Observation("content", Verdict.REFUSED, f"{what} ({one.where})", (one.clear_command,))
+        if since:
+            return
         yield Observation("content", Verdict.GOOD, "a blockkv store; `blockkv info` tells more")
     elif content:
         for one in content:
             yield Observation("content", Verdict.REFUSED, f"{one.what} ({one.where})", (one.clear_command,))
     else:
         yield Observation("content", Verdict.GOOD, "nothing at either end: `blockkv format` takes it")
+
+
+def _made_since(identity: Identity) -> list[holders.Finding]:
+    descriptor, canonical, limits = open_namespace(identity.path, read_only=True, lock=False)
+    try:
+        return made_since(canonical, descriptor, limits)
+    finally:
+        os.close(descriptor)
 
 
 def _size(identity: Identity, limits: Limits) -> Iterator[Observation]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from blockkv.device import namespace
+from blockkv.device import namespace, passthrough
 from blockkv.errors import BlockKVError, FormatError
 from blockkv.format import record
 from blockkv.format.checkpoint import CheckpointReader
@@ -46,6 +46,7 @@ class Image:
     @contextmanager
     def open(cls, path: str) -> Iterator[Self]:
         """Open `path` for looking. Raises DeviceError when it cannot be opened."""
+        path = passthrough.block_device_of(path) or path
         descriptor, canonical, limits = namespace.open_namespace(path, read_only=True, lock=False)
         try:
             yield cls(descriptor, canonical, limits.size_bytes)

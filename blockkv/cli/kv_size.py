@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blockkv.cli.app import StorePath, command, store_argument
+from blockkv.cli.app import StorePath, command, open_store, store_argument
 from blockkv.cli.byte_sizes import Size, size_text
 from blockkv.cli.output import Output, fields, lines
 from blockkv.errors import InvalidArgument
@@ -56,10 +56,9 @@ def calibrate(
     Five sizes are measured that the line does not go through, and compared with it. Keep the JSON for
     `blockkv size --calibration`.
     """
-    import blockkv
     from blockkv.bench.calibrate import calibrate as measure
 
-    with blockkv.open(store_path, evict=False) as store, output.progress() as advance:
+    with open_store(store_path, evict=False) as store, output.progress() as advance:
         found = measure(store, chunk_bytes, rounds, lambda done, total: advance("reading", done, total))
     document = {
         "store": store_path,

@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-import blockkv
-from blockkv.cli.app import StorePath, command, degraded_option, store_argument
+from blockkv.cli.app import StorePath, command, degraded_option, open_store, store_argument
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.output import Output, fields
 from blockkv.device.base import UNIT_BYTES
@@ -64,7 +63,7 @@ def map_(output: Output, store_path: StorePath, degraded: bool, by: str, png: st
     """
     if png is not None:
         _refuse_without_matplotlib()
-    with blockkv.open(store_path, degraded=degraded, read_only=True) as store, output.progress() as advance:
+    with open_store(store_path, degraded=degraded, read_only=True) as store, output.progress() as advance:
         info = store.info()
         members = [one for one in info.get("members", [info]) if "path" in one]  # not those that are missing
         devices = {one["path"]: _Device(one["path"], one) for one in members}

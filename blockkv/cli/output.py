@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
+
+from blockkv.errors import InvalidArgument
 
 PROGRESS_AFTER_S = 0.5
 """Quick commands draw nothing; a bar that flashes up says less than none."""
@@ -129,6 +133,17 @@ def _bar() -> Any:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+def open_private(path: str, *, new: bool = False) -> BinaryIO:
+    """A file for chunks, which nobody else may read; `new`: it must not exist.
+
+    Raises InvalidArgument where it must not, and for a device other than those like /dev/null; OSError.
+    """
+    if Path(path).is_block_device() or (new and os.path.lexists(path)):
+        raise InvalidArgument(f"{path} exists; give the name of a new file, or - and redirect")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC)
+    return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from typing import cast
 
 import click
@@ -99,7 +100,7 @@ def wipe(output: Output, store_path: str, uuid: str | None, method: str | None) 
         output.error(
             blockkv.OccupiedError(),
             f"{store_path} holds the {what}{label}; to make it unreadable for ever: "
-            f"blockkv wipe {store_path} --uuid {found.uuid_text}",
+            f"blockkv wipe {shlex.quote(store_path)} --uuid {found.uuid_text}",
         )
         return ExitCode.REFUSED
     from blockkv.store.wipe import Method, wipe_device

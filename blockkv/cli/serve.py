@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import blockkv
-from blockkv.cli.app import StorePath, command, store_argument
+from blockkv.cli.app import StorePath, command, open_store, store_argument
 from blockkv.cli.byte_sizes import Rate, Size, size_text
 from blockkv.cli.exit_code import ExitCode, exit_code_of
 from blockkv.cli.log_output import FORMATS, LEVELS, log_output
@@ -168,18 +168,18 @@ def serve(
     loses what a crash loses; clients go on when it is started again. Tells systemd when it is ready.
     """
     group_id = _group(group)
-    options = {
-        "evict": not no_evict,
-        "eviction": eviction,
-        "admission": admission,
-        "quotas": dict(map(_quota, quotas)) or None,
-        "write_budget": write_budget,
-        "discard": discard,
-        "placement": not no_placement,
-        "commit_interval_ms": commit_interval_ms,
-    }
     with log_output(log_format, log_level):
         try:
+            options = {
+                "evict": not no_evict,
+                "eviction": eviction,
+                "admission": admission,
+                "quotas": dict(map(_quota, quotas)) or None,
+                "write_budget": write_budget,
+                "discard": discard,
+                "placement": not no_placement,
+                "commit_interval_ms": commit_interval_ms,
+            }
             place = (socket_at, mode, group_id)
             _serve(output, store_path, options, wait_s, place, scrub_rate, metrics_at, log_format)
         except (BlockKVError, OSError) as error:
@@ -238,7 +238,7 @@ def _opened(store_path: StorePath, options: dict[str, Any], wait_s: float) -> bl
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
-            return blockkv.open(store_path, **options)
+            return open_store(store_path, **options)
         except DeviceBusy:
             if time.monotonic() >= deadline_s:
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import blockkv
-from blockkv.cli.app import StorePath, command, degraded_option, store_argument
+from blockkv.cli.app import StorePath, command, degraded_option, open_store, store_argument
 from blockkv.cli.byte_sizes import Size, size_text
 from blockkv.cli.output import Output, fields, lines
 from blockkv.device import namespace, occupancy
@@ -85,6 +85,10 @@ def format_store(
 
         output.document(_joined({"formatted": False}, documents), plan_text)
         return
+    held = [
+        [finding.kind for finding in _in_the_way(path, geometry, force)] if encrypt and force else []
+        for path, geometry in plans
+    ]
     info = blockkv.format(
         store_path,
         size=size_bytes,
@@ -94,6 +98,11 @@ def format_store(
         journal=journal_bytes,
         encrypt=encrypt,
     )
+    if encrypt and any("blockkv" in kinds for kinds in held):
+        output.note(
+            "the store that was there is not erased: its chunks can be read until they are overwritten or "
+            "discarded. Next time `blockkv wipe` it first"
+        )
     for document, facts in zip(documents, info.pop("members", [info]), strict=True):
         document.update(facts, formatted=True)
 
@@ -194,7 +203,7 @@ def info(output: Output, store_path: StorePath, degraded: bool) -> None:
     Opens it read-only, which a store in use refuses (exit code 3); `inspect superblock` works on one. A
     member of an array, by itself, says which one it is.
     """
-    with blockkv.open(store_path, degraded=degraded, read_only=True) as store:
+    with open_store(store_path, degraded=degraded, read_only=True) as store:
         document = {**store.info(), "stats": store.stats()}
     for device in document.get("members", [document]):
         if "path" in device:

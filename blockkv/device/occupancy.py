@@ -38,7 +38,7 @@ from blockkv.device.holders import (
 from blockkv.device.namespace import resolve
 from blockkv.errors import DeviceBusy, DeviceError, OccupiedError
 
-__all__ = ["Finding", "occupancy", "refuse_if_occupied"]
+__all__ = ["Finding", "beside_store", "occupancy", "refuse_if_occupied"]
 
 EDGE_BYTES = 1 << 20
 """Looked through for non-zero bytes at either end: file systems, arrays and volume managers keep their
@@ -122,6 +122,45 @@ def refuse_if_occupied(
         raise DeviceBusy(_list(f"{name} is in use, which cannot be forced:", fixed))
     if found and not force:
         raise OccupiedError(_list(f"{name} is occupied; clear it, or use force to overwrite:", found))
+    return found
+
+
+def beside_store(
+    path: str, descriptor: int, slot_offsets: Sequence[int], magic: bytes, magic_within: int
+) -> list[Finding]:
+    """Content that is not the store's whose superblocks begin at some of the ascending `slot_offsets`.
+
+    `magic` stands in each superblock at the byte `magic_within`. Empty where there is no superblock.
+    Partition tables and signatures are looked for only where the first or last MiB holds what no store writes
+    there.
+    What cannot be read is no content. Raises DeviceError for libblkid's troubles.
+    """
+    size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
+    ends = [
+        (start, bytearray(_readable(path, descriptor, start, end - start)))
+        for start, end in _edges(size_bytes)
+    ]
+    slots = [
+        content[offset - start : offset - start + UNIT_BYTES]
+        for start, content in ends
+        for offset in slot_offsets
+        if start <= offset < start + len(content)
+    ]
+    is_superblock = [slot[magic_within:].startswith(magic) for slot in slots]
+    if not any(is_superblock):
+        return []
+    for start, content in ends:
+        for offset in slot_offsets:
+            if start <= offset < start + len(content):
+                content[offset - start : offset - start + UNIT_BYTES] = bytes(UNIT_BYTES)
+    head = ends[0][1]
+    strange = any(any(slot) for slot, mine in zip(slots, is_superblock, strict=True) if not mine)
+    if not strange and not any(content.strip(b"\0") for _, content in ends):
+        return []
+    found = list(_partition_findings(path, os.fstat(descriptor))) + _signature_findings(path, descriptor)
+    gaps = [offset for offset in slot_offsets if offset < len(head)]
+    for start, end in zip(gaps, [*gaps[1:], len(head)], strict=True):
+        found += _nonzero_findings(path, bytes(head[start:end]), start, start + UNIT_BYTES, end)
     return found
 
 
@@ -238,13 +277,19 @@ def _store_findings(
 def _data_findings(path: str, descriptor: int, size_bytes: int) -> Iterator[Finding]:
     for start, end in _edges(size_bytes):
         content = _read(path, descriptor, start, end - start)
-        stripped = content.lstrip(b"\0")
-        if not stripped:
-            continue
-        first = start + len(content) - len(stripped)
-        last = start + len(content.rstrip(b"\0")) - 1
+        yield from _nonzero_findings(path, content, start, start, end)
+
+
+def _nonzero_findings(
+    path: str, content: bytes, offset_bytes: int, clear_from: int, clear_to: int
+) -> Iterator[Finding]:
+    """Of `content`, which stands at `offset_bytes`, and is cleared by zeros in the range that is given."""
+    stripped = content.lstrip(b"\0")
+    if stripped:
+        first = offset_bytes + len(content) - len(stripped)
+        last = offset_bytes + len(content.rstrip(b"\0")) - 1
         where = f"from byte {first} to byte {last}"
-        clear = _zero_command(path, start, end)
+        clear = _zero_command(path, clear_from, clear_to)
         yield Finding("data", "bytes that are not zero", where, clear, overridable=True)
 
 
@@ -260,6 +305,19 @@ def _zero_command(path: str, start: int, end: int) -> str:
         f"dd if=/dev/zero of={shlex.quote(path)} bs=1M conv=notrunc "
         f"iflag=count_bytes count={end - start} oflag=seek_bytes seek={start}"
     )
+
+
+def _readable(path: str, descriptor: int, offset_bytes: int, length_bytes: int) -> bytes:
+    """As `_read`, with zeros for what cannot be read."""
+    try:
+        return _read(path, descriptor, offset_bytes, length_bytes)
+    except DeviceError:
+        if length_bytes <= UNIT_BYTES:
+            return bytes(length_bytes)
+        return b"".join(
+            _readable(path, descriptor, at, min(UNIT_BYTES, offset_bytes + length_bytes - at))
+            for at in range(offset_bytes, offset_bytes + length_bytes, UNIT_BYTES)
+        )
 
 
 def _read(path: str, descriptor: int, offset_bytes: int, length_bytes: int) -> bytes:

@@ -96,7 +96,8 @@ def parse_unlock(given: Unlock, new: bool = False) -> Passphrase | Secret:
     if given == "passphrase":
         return _asked(new)
     if kind == "passphrase-file" and where:
-        return Passphrase(_read(where).partition(b"\n")[0].decode(errors="surrogateescape"))
+        line = _read(where).partition(b"\n")[0].removesuffix(b"\r")
+        return Passphrase(line.decode(errors="surrogateescape"))
     if kind == "key-file" and where:
         return Secret(_read(where))
     if kind == "keyring" and where:
@@ -110,7 +111,7 @@ def parse_unlock(given: Unlock, new: bool = False) -> Passphrase | Secret:
 def _asked(new: bool) -> Passphrase:
     if not sys.stdin.isatty():
         raise WrongKey("nobody can be asked for the passphrase here: use passphrase-file:PATH")
-    text = getpass.getpass("passphrase: ")
+    text = getpass.getpass("new passphrase: " if new else "passphrase: ")
     if new and getpass.getpass("once more: ") != text:
         raise InvalidArgument("the passphrases differ")
     return Passphrase(text)

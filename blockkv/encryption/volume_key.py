@@ -54,15 +54,14 @@ class VolumeKey:
 
         Takes the time of Argon2id for every slot with a passphrase that is tried.
         """
-        from cryptography.exceptions import InvalidTag
-
+        invalid_tag = _module("exceptions").InvalidTag
         for index, slot in enumerate(slots):
             if slot is None or (slot.kind is KeySlotKind.PASSPHRASE) != isinstance(unlock, Passphrase):
                 continue
-            gcm = _module("ciphers.aead").AESGCM(_slot_key(slot, unlock))
+            gcm = _module("hazmat.primitives.ciphers.aead").AESGCM(_slot_key(slot, unlock))
             try:
                 key = gcm.decrypt(slot.nonce, slot.wrapped, uuid + slot.parameters)
-            except InvalidTag:
+            except invalid_tag:
                 continue
             return cls(uuid, key), index
         return None
@@ -90,7 +89,7 @@ def wrap(volume_key: VolumeKey, unlock: Passphrase | Secret) -> KeySlot:
         )
     else:
         slot = KeySlot(KeySlotKind.SECRET, os.urandom(SALT_BYTES))
-    gcm = _module("ciphers.aead").AESGCM(_slot_key(slot, unlock))
+    gcm = _module("hazmat.primitives.ciphers.aead").AESGCM(_slot_key(slot, unlock))
     nonce = os.urandom(NONCE_BYTES)
     return replace(
         slot, nonce=nonce, wrapped=gcm.encrypt(nonce, volume_key.key, volume_key.uuid + slot.parameters)
@@ -108,7 +107,7 @@ def only_slot(slot: KeySlot) -> tuple[KeySlot | None, ...]:
 def _slot_key(slot: KeySlot, unlock: Passphrase | Secret) -> bytes:
     if isinstance(unlock, Secret):
         return _hkdf(unlock.data, slot.salt, b"blockkv 1 slot", VOLUME_KEY_BYTES)
-    argon2 = _module("kdf.argon2").Argon2id(
+    argon2 = _module("hazmat.primitives.kdf.argon2").Argon2id(
         salt=slot.salt,
         length=VOLUME_KEY_BYTES,
         iterations=slot.passes,
@@ -122,15 +121,17 @@ def _slot_key(slot: KeySlot, unlock: Passphrase | Secret) -> bytes:
 
 
 def _hkdf(secret: bytes, salt: bytes, info: bytes, length_bytes: int) -> bytes:
-    hashes = _module("hashes")
-    hkdf = _module("kdf.hkdf").HKDF(algorithm=hashes.SHA256(), length=length_bytes, salt=salt, info=info)
+    sha256 = _module("hazmat.primitives.hashes").SHA256()
+    hkdf = _module("hazmat.primitives.kdf.hkdf").HKDF(
+        algorithm=sha256, length=length_bytes, salt=salt, info=info
+    )
     return bytes(hkdf.derive(secret))
 
 
 def _module(name: str) -> Any:
     """A module of the `cryptography` package, which only encrypted stores need."""
     try:
-        return importlib.import_module(f"cryptography.hazmat.primitives.{name}")
+        return importlib.import_module(f"cryptography.{name}")
     except ImportError as error:
         raise InvalidArgument(
             f"an encrypted store needs the package `cryptography`, 44 or later ({error}); "

@@ -40,17 +40,18 @@ SALT_BYTES = 32
 NONCE_BYTES = 12
 WRAPPED_BYTES = 48
 """The volume key and the tag of AES-256-GCM."""
-MAX_MEMORY_KIB = 4 << 20
-MAX_PASSES = 1 << 10
+MAX_MEMORY_KIB = 1 << 20
+MAX_PASSES = 16
 MAX_LANES = 64
-"""More would let a forged superblock take the machine's memory or hours before anything is known to fit."""
+"""More would let a forged superblock take the machine's memory, or many minutes, before anything is known to
+fit. Slots are written with 64 MiB and 3 passes."""
 
 KEY_SLOT = StructLayout(
     "key slot",
     [
         Field("kind", "u32", "0: not in use; 1: a passphrase; 2: a secret (key file, keyring)"),
-        Field("memory_kib", "u32", "of a passphrase: memory of Argon2id, 8 x lanes to 4 GiB; else 0"),
-        Field("passes", "u32", "of a passphrase: passes of Argon2id, 1 to 1024; else 0"),
+        Field("memory_kib", "u32", "of a passphrase: memory of Argon2id, 8 x lanes to 1 GiB; else 0"),
+        Field("passes", "u32", "of a passphrase: passes of Argon2id, 1 to 16; else 0"),
         Field("lanes", "u32", "of a passphrase: lanes of Argon2id, 1 to 64; else 0"),
         Field("salt", "bytes[32]", "of Argon2id or HKDF"),
         Field("nonce", "bytes[12]", "of AES-256-GCM"),

@@ -126,7 +126,8 @@ def open_any(
     Raises DeviceBusy (open elsewhere), DeviceReadOnly, DeviceError, NotFormatted, VersionTooNew,
     DeviceTooSmall (the device shrank), WrongStore (the same store is open through another device; members of
     an array are missing, or of several arrays; a member is opened alone for writing), WrongKey (encrypted,
-    and `unlock` does not open it; or given, and not encrypted).
+    and `unlock` does not open it; or given, and not encrypted), OccupiedError (for writing: something else
+    was made on the device since).
     """
     paths = several(path)
     policies = Policies(eviction, admission, quotas, as_budget(write_budget))

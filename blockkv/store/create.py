@@ -317,7 +317,8 @@ def _encrypted(first: Superblock, secret: Passphrase | Secret | None) -> Superbl
 def begin_anew(device: Device, found: Superblock) -> tuple[Superblock, VolumeKey]:
     """Make the ephemeral store on `device` an empty one with a new key; the rest stays as it was.
 
-    Its chunks are lost already: nobody has their key. Raises DeviceError.
+    Its chunks are lost already: nobody has their key. Cut short anywhere, the device holds an ephemeral
+    store. Raises DeviceError.
     """
     assert found.encryption is not None
     key = VolumeKey.new(found.uuid)
@@ -330,10 +331,15 @@ def begin_anew(device: Device, found: Superblock) -> tuple[Superblock, VolumeKey
     first = replace(
         _first_superblock(device, shape, found.average_chunk_bytes, found.label, found.array),
         uuid=found.uuid,
+        generation=found.generation + 1,
         epoch=found.epoch,  # what was leased in it is void
         encryption=replace(found.encryption, mac_key=key.mac_key),
     )
-    return _write_store(device, first), key
+    if shape.device_bytes != found.geometry.device_bytes:
+        _zero_tail(device, shape)
+        device.flush()
+    device.discard(shape.data.offset_bytes, shape.data.size_bytes)
+    return _write_superblocks(device, first), key
 
 
 def _write_store(device: Device, first: Superblock) -> Superblock:
@@ -344,16 +350,25 @@ def _write_store(device: Device, first: Superblock) -> Superblock:
         device.flush()
     # The rest of both ends too: partition tables and file systems keep spare copies of what they are there,
     # and their tools would restore them over ours.
-    tail_offset = shape.slot_offsets[SLOTS_PER_COPY]
     device.write(0, bytes(MEBIBYTE))
-    device.write(tail_offset, bytes((device.limits.size_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES))
+    _zero_tail(device, shape)
     device.discard(shape.data.offset_bytes, shape.data.size_bytes)
+    return _write_superblocks(device, first)
+
+
+def _zero_tail(device: Device, shape: Geometry) -> None:
+    tail_offset = shape.slot_offsets[SLOTS_PER_COPY]
+    device.write(tail_offset, bytes((device.limits.size_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES))
+
+
+def _write_superblocks(device: Device, first: Superblock) -> Superblock:
+    """Returns the newest that it has written."""
     write_superblock(device, first)
     if first.array is not None or first.encryption is not None:
         # What it says behind its first sector stands in every slot from now on: no later write can be torn
         # into a mixture there.
-        for generation in range(2, SLOTS_PER_COPY + 1):
-            first = replace(first, generation=generation)
+        for _ in range(SLOTS_PER_COPY - 1):
+            first = replace(first, generation=first.generation + 1)
             write_superblock(device, first)
     return first
 

@@ -12,9 +12,10 @@ survives by design.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -70,6 +71,18 @@ class _Interrupts:
         self._depth -= 1
         if self._depth == 0:
             self._let_go()
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """A safe point that takes long: handlers run at once in here, and may raise."""
+        if self._depth != 1 or threading.get_ident() != _MAIN:
+            yield
+            return
+        try:
+            self._let_go()
+            yield
+        finally:
+            self._hold()
 
     def deliver(self) -> None:
         """A safe point: run the handlers of what arrived. Whatever they raise leaves from here."""

@@ -16,13 +16,15 @@ from typing import Any
 from blockkv.device.base import Device
 from blockkv.encryption.secret import Unlock, Unlocker, parse_unlock
 from blockkv.encryption.volume_key import VolumeKey, wrap
-from blockkv.errors import InvalidArgument, StoreReadOnly, WrongKey
-from blockkv.format.geometry import SLOTS_PER_COPY
+from blockkv.errors import DeviceError, InvalidArgument, StoreReadOnly, WrongKey
+from blockkv.format import superblock as superblocks
+from blockkv.format.geometry import PAGE_BYTES, SLOTS_PER_COPY
 from blockkv.format.key_slots import KEY_SLOT_COUNT, KeySlot
-from blockkv.format.superblock import Encryption, Superblock
+from blockkv.format.superblock import Encryption, Superblock, SuperblockRejected
 from blockkv.store.create import Target, several
 from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
+from blockkv.store.old_tails import clear_old_tails
 from blockkv.store.recovery import read_superblock
 from blockkv.store.store import open_device
 from blockkv.store.unlocking import unlock_superblock, volume_key_of
@@ -58,7 +60,11 @@ def add_key_slot(path: Target | Sequence[Target], new: Unlock, unlock: Unlock | 
     secret = parse_unlock(new, new=True)
     used: list[int] = []
 
-    def change(slots: Slots, key: VolumeKey, _: int) -> Slots:
+    def change(slots: Slots, key: VolumeKey, opened: int, unfinished: bool) -> Slots:
+        del opened, unfinished
+        same = VolumeKey.unwrap(key.uuid, slots, secret)
+        if same is not None:
+            raise InvalidArgument(f"what is to be added opens the store already, by key slot {same[1]}")
         if None not in slots:
             raise InvalidArgument(f"all {KEY_SLOT_COUNT} key slots are in use; remove one first")
         used.append(slots.index(None))
@@ -71,11 +77,16 @@ def add_key_slot(path: Target | Sequence[Target], new: Unlock, unlock: Unlock | 
 def remove_key_slot(path: Target | Sequence[Target], slot: int, unlock: Unlock | None = None) -> None:
     """What opened the store by this slot does not any more. `unlock` has to open it by another one.
 
+    Where it was cut short, some superblocks still have the slot: then it can be done again.
+
     Raises WrongKey, InvalidArgument (the slot is not in use, or the one that `unlock` opens), and as opening
     does.
     """
 
-    def change(slots: Slots, _: VolumeKey, opened: int) -> Slots:
+    def change(slots: Slots, key: VolumeKey, opened: int, unfinished: bool) -> Slots:
+        del key
+        if 0 <= slot < KEY_SLOT_COUNT and slots[slot] is None and unfinished:
+            return slots
         if not 0 <= slot < KEY_SLOT_COUNT or slots[slot] is None:
             raise InvalidArgument(f"key slot {slot} is not in use")
         if slot == opened:
@@ -101,7 +112,7 @@ def _change(path: Target | Sequence[Target], unlock: Unlock | None, change: Any)
             found = unlock_superblock(device.path, found, key)
             if found.read_only_reason:
                 raise StoreReadOnly(f"{device.path}: {found.read_only_reason}")
-            slots = change(encryption.slots, key, opened)
+            slots = change(encryption.slots, key, opened, unfinished=not _is_everywhere(device, found))
             assert found.encryption is not None
             pending.append(
                 (
@@ -111,9 +122,22 @@ def _change(path: Target | Sequence[Target], unlock: Unlock | None, change: Any)
             )
         interrupts.deliver()
         for device, superblock in pending:
+            clear_old_tails(device, superblock)
             for _ in range(SLOTS_PER_COPY):
                 superblock = dataclasses.replace(superblock, generation=superblock.generation + 1)
                 write_superblock(device, superblock)
+
+
+def _is_everywhere(device: Device, found: Superblock) -> bool:
+    """All eight superblocks can be read, and have the same key slots."""
+    for index, offset in enumerate(found.geometry.slot_offsets):
+        try:
+            one = superblocks.decode(device.read(offset, PAGE_BYTES), index)
+        except (SuperblockRejected, DeviceError):
+            return False
+        if one.encryption is None or one.encryption.slots != _encryption(device, found).slots:
+            return False
+    return True
 
 
 def _devices(

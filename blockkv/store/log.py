@@ -29,7 +29,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -417,7 +417,22 @@ class Log:
             self._device.encrypt(self._device.cipher_key, zone.offset_bytes, zone.end_bytes)
         self.geometry = geometry
         self.checkpoint()
+        self._clear(old[SLOTS_PER_COPY:])
         self.renew_superblock(SLOTS_PER_COPY - 1)
+
+    def _clear(self, superblock_offsets: Sequence[int]) -> None:
+        """Superblocks of a smaller device: what a volume key was wrapped in must not outlive its key slot.
+
+        What a crash in between leaves, `old_tails` clears, while there are superblocks that tell of it.
+        """
+        try:
+            for offset in superblock_offsets:
+                self._device.write(offset, bytes(PAGE_BYTES))
+            self._device.flush()
+        except DeviceError as error:
+            self.fail(error)
+            raise self._refusal() from error
+        self._on_written(len(superblock_offsets) * PAGE_BYTES)
 
     # -- failure ---------------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, leas
 from blockkv.store.preloads import Preloads
 from blockkv.store.puts import PutRun
 from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
+from blockkv.store.reused import refuse_if_reused
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.staging import Staging
 from blockkv.store.state import GROWING, State
@@ -1368,6 +1369,12 @@ def open_device(
             )
         path, engine = block_device, "passthrough"
     descriptor, canonical, limits = namespace.open_namespace(path, read_only=read_only)
+    if not read_only:
+        try:
+            refuse_if_reused(canonical, descriptor, limits)
+        except BaseException:
+            os.close(descriptor)
+            raise
     return NativeDevice(descriptor, canonical, limits, engine=engine, depth=depth, placement=placement)
 
 

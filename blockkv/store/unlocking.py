@@ -15,6 +15,8 @@ from blockkv.encryption.volume_key import VolumeKey
 from blockkv.errors import FormatError, WrongKey
 from blockkv.format.superblock import Superblock
 from blockkv.store.create import begin_anew
+from blockkv.store.interrupts import interrupts
+from blockkv.store.old_tails import clear_old_tails
 
 __all__ = ["unlock_device", "unlock_superblock", "volume_key_of"]
 
@@ -33,11 +35,18 @@ def unlock_device(
                 "unlock=, or format it with encrypt="
             )
         return found, None
+    if found.encryption.ephemeral and unlocker.is_explicit:
+        raise WrongKey(
+            f"{device.path} holds the ephemeral store {found.uuid_text}, which nothing unlocks; opened for "
+            "writing, without unlock=, it begins anew, empty"
+        )
     if found.encryption.ephemeral and not read_only:
         found, key = begin_anew(device, found)
     else:
         key, _ = volume_key_of(device.path, found, unlocker)
         found = unlock_superblock(device.path, found, key)
+    if not read_only:
+        clear_old_tails(device, found)
     zone = found.geometry.encrypted_zone
     device.encrypt(key.cipher_key, zone.offset_bytes, zone.end_bytes)
     return found, key
@@ -54,7 +63,8 @@ def volume_key_of(path: str, found: Superblock, unlocker: Unlocker) -> tuple[Vol
             f"{path} holds the ephemeral store {found.uuid_text}: its key was in the memory of the process "
             "that had it open, and its chunks are gone with it; opened for writing it begins anew"
         )
-    given = unlocker.secret()
+    with interrupts.allowed():  # somebody may be asked, and think it over
+        given = unlocker.secret()
     if given is None:
         raise WrongKey(
             f"{path} holds the encrypted store {found.uuid_text}; say what opens it, with unlock=, "

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from blockkv.device import namespace
+from blockkv.device import namespace, passthrough
 from blockkv.device.base import UNIT_BYTES, Device
 from blockkv.device.engine import NativeDevice
 from blockkv.device.nvme_erase import Eraser, eraser_of
@@ -27,7 +27,9 @@ from blockkv.errors import BlockKVError, DeviceError, InvalidArgument, WrongStor
 from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, slot_offsets
 from blockkv.format.superblock import Superblock
 from blockkv.store.interrupts import interrupts
+from blockkv.store.old_tails import clear_old_tails
 from blockkv.store.recovery import read_superblock
+from blockkv.store.reused import refuse_if_reused
 
 __all__ = ["Method", "WipeReport", "wipe_device"]
 
@@ -61,18 +63,21 @@ def wipe_device(
     bytes.
 
     Raises WrongStore where another store is there, NotFormatted where none is, InvalidArgument for a method
-    that is not possible there, DeviceBusy, DeviceError.
+    that is not possible there, OccupiedError where something else was made on the device since, DeviceBusy,
+    DeviceError.
     """
     if method not in (None, "key", "format", "overwrite"):
         raise InvalidArgument(f"method is {method!r}; use 'key', 'format' or 'overwrite'")
-    descriptor, canonical, limits = namespace.open_namespace(path)
+    descriptor, canonical, limits = namespace.open_namespace(passthrough.block_device_of(path) or path)
     with interrupts, contextlib.closing(NativeDevice(descriptor, canonical, limits)) as device:
+        refuse_if_reused(canonical, descriptor, limits)
         device.flush()
         found, _ = read_superblock(device)
         if found.uuid_text != store:
             raise WrongStore(f"{canonical} holds the store {found.uuid_text}, and {store} was to be wiped")
         how = _chosen(device, descriptor, found, method)
         interrupts.deliver()
+        clear_old_tails(device, found)
         if isinstance(how, Eraser):
             how.erase(descriptor)
             kind = "cryptographic erase" if how.cryptographic else "user data erase"
@@ -83,9 +88,10 @@ def wipe_device(
         overwritten_bytes = _overwrite_between(device, progress) if how == "overwrite" else 0
         overwritten_bytes += _overwrite_ends(device, found)
         device.flush()
-        discarded = bool(limits.discard_granularity_bytes)
+        discarded = False
         with contextlib.suppress(DeviceError):  # it is erased without it
             device.discard(0, limits.size_bytes // UNIT_BYTES * UNIT_BYTES)
+            discarded = bool(limits.discard_granularity_bytes)
         device.flush()
         _check(device, found)
     if how == "key":

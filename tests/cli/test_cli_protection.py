@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,74 @@ def test_key_slots(store: Path, key_file: Path, tmp_path: Path) -> None:
     json_answer("--unlock", by_words, "key-slots", "remove", store, 0)
     json_answer("--unlock", by_file, "ls", store, code=5)
     assert "prompt-1" in answered("--unlock", by_words, "ls", store).out
+
+
+def test_what_is_unlocked_has_to_be_encrypted(image_dir: Path, key_file: Path, store: Path) -> None:
+    """Who gives a key expects that nothing is written in plain text; a copy may go either way."""
+    unlock = "--unlock", f"key-file:{key_file}"
+    plain = image_dir / "plain.img"
+    answered("format", plain, "--size", "32MiB")
+    before = plain.read_bytes()
+    for words in (["put", plain, "a", key_file], ["info", plain], ["check", plain, "--repair"]):
+        assert "is not encrypted" in json_answer(*unlock, *words, code=5)["error"]["message"]
+    assert plain.read_bytes() == before
+    assert json_answer(*unlock, "copy", store, plain)["chunks"] == 1
+    answered("put", plain, "prompt-2", key_file)
+    assert json_answer(*unlock, "copy", plain, store)["chunks"] == 1
+    assert "prompt-2" in answered(*unlock, "ls", store).out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["ls", "serve"])
+def test_waiting_for_a_secret_can_be_interrupted(
+    store: Path, tmp_path: Path, number: signal.Signals, command: str
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    words = ["--unlock", f"key-file:{fifo}", command, str(store)]
+    words += ["--socket", str(tmp_path / "kv.sock")] if command == "serve" else []
+    process = subprocess.Popen([sys.executable, "-m", "blockkv", *words], stderr=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 60
+        while True:  # until it waits in open(2) for somebody to write
+            assert time.monotonic() < deadline_s
+            if Path(f"/proc/{process.pid}/wchan").read_text() == "wait_for_partner":
+                break
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) in (130, -number)
+    finally:
+        process.kill()
+        process.wait()
+    with blockkv.open(store, unlock=SECRET) as opened:
+        assert "prompt-1" in opened
+
+
+def test_without_the_package_that_encrypts(store: Path, key_file: Path) -> None:
+    script = (
+        "import sys; sys.modules['cryptography'] = None; from blockkv.cli import main; "
+        f"sys.argv = ['blockkv', '--unlock', 'key-file:{key_file}', 'ls', {str(store)!r}]; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'blockkv[encryption]'" in done.stderr
+
+
+def test_what_is_written_is_for_nobody_else(store: Path, key_file: Path, tmp_path: Path) -> None:
+    unlock = "--unlock", f"key-file:{key_file}"
+    answered(*unlock, "get", store, "prompt-1", tmp_path / "chunk")
+    answered(*unlock, "dump", store, tmp_path / "kv.tar")
+    assert [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("chunk", "kv.tar")] == ["0o600"] * 2
+
+
+@pytest.mark.requires_root
+def test_no_payload_goes_to_a_device_by_mistake(
+    store: Path, key_file: Path, loop_device: Callable[..., Path]
+) -> None:
+    other = loop_device(1 << 20)
+    for command in (["get", store, "prompt-1", other], ["dump", store, other]):
+        assert json_answer("--unlock", f"key-file:{key_file}", *command, code=2)["error"]
+    assert not any(other.read_bytes())
 
 
 def test_wipe(store: Path) -> None:

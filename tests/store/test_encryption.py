@@ -275,6 +275,14 @@ def test_all_slots_can_be_in_use(device: SimulatedDevice) -> None:
         opened(device, secret).close()
 
 
+def test_a_secret_is_added_once(device: SimulatedDevice) -> None:
+    """With two slots of it, whoever removes one would believe that it opens nothing any more."""
+    before = slots_of(device)
+    with pytest.raises(InvalidArgument, match="opens the store already, by key slot 0"):
+        blockkv.add_key_slot(device, SECRET, unlock=SECRET)
+    assert slots_of(device) == before
+
+
 def test_slots_are_of_encrypted_stores() -> None:
     device = blank()
     blockkv.format(device)
@@ -296,6 +304,28 @@ def test_a_change_of_slots_that_was_cut_short(device: SimulatedDevice) -> None:
         with at(state) as store:
             assert torch.equal(store.get("a"), pattern(5000))
             assert not store.findings
+
+
+def test_a_removal_that_was_cut_short_can_be_done_again(device: SimulatedDevice) -> None:
+    """At every write and flush; after that no superblock has what was removed."""
+    blockkv.add_key_slot(device, OTHER, unlock=SECRET)
+    device = device.clone()
+    first = superblock.choose(slots_of(device)).encryption
+    assert first is not None
+    assert first.slots[0] is not None
+    states: list[SimulatedDevice] = []
+    dice = random.Random(4)
+    device.before_operation = lambda kind: states.append(device.crash_clone(dice, Crash.POWER_CUT))
+    blockkv.remove_key_slot(device, 0, unlock=OTHER)
+    device.before_operation = None
+    gone = 0
+    for state in states:
+        gone += blockkv.key_slots(state.clone())[0]["slot"] != 0
+        blockkv.remove_key_slot(state, 0, unlock=OTHER)
+        assert not any(first.slots[0].wrapped in slot for slot in slots_of(state))
+        with pytest.raises(InvalidArgument, match="key slot 0 is not in use"):
+            blockkv.remove_key_slot(state, 0, unlock=OTHER)
+    assert gone > 10
 
 
 # -- what was changed by somebody else -------------------------------------------------------------------
@@ -419,6 +449,43 @@ def test_an_ephemeral_store_counts_its_epochs() -> None:
     assert epochs == sorted(set(epochs))
 
 
+def test_nothing_unlocks_an_ephemeral_store() -> None:
+    """Not even a forged flag in the header of another store makes an open empty it."""
+    device = blank()
+    blockkv.format(device, encrypt="ephemeral")
+    before = slots_of(device)
+    with pytest.raises(WrongKey, match="which nothing unlocks"):
+        at(device, SECRET)
+    assert slots_of(device) == before
+
+
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES, SIZE_BYTES + (4 << 20)])
+def test_an_ephemeral_store_begins_anew_or_is_as_it_was(size_bytes: int) -> None:
+    """Cut short at every write and flush of an open, also on a device that has become larger."""
+    small = blank()
+    blockkv.format(small, encrypt="ephemeral", label="scratch")
+    with at(small, None) as store:
+        store.put(KEY, pattern(300_000), durable=True)
+    device = SimulatedDevice(size_bytes, strict=True)
+    device.poke(0, small.clone().peek(0, SIZE_BYTES))
+    states: list[SimulatedDevice] = []
+    dice = random.Random(6)
+
+    def look(kind: object) -> None:
+        states.extend(device.crash_clone(dice, how) for how in Crash)
+
+    device.before_operation = look
+    at(device, None).close()
+    device.before_operation = None
+    assert len(states) > 40
+    for state in states:
+        with at(state, None) as store:
+            assert len(store) == 0
+            assert (store.info()["label"], store.info()["device_bytes"]) == ("scratch", size_bytes)
+            store.put(KEY, pattern(100_000), durable=True)
+            assert torch.equal(store.get(KEY), pattern(100_000))
+
+
 # -- power, arrays ---------------------------------------------------------------------------------------
 
 
@@ -482,6 +549,10 @@ def test_growing(average_chunk: str, larger_bytes: int) -> None:
     device = blank()
     blockkv.format(device, average_chunk=average_chunk, encrypt=SECRET)
     device = with_a_chunk(device, 300_000)
+    encryption = superblock.choose(slots_of(device)).encryption
+    assert encryption is not None
+    assert encryption.slots[0] is not None
+    wrapped = encryption.slots[0].wrapped
     larger = SimulatedDevice(larger_bytes, strict=True)
     larger.poke(0, device.peek(0, SIZE_BYTES))
     states: list[SimulatedDevice] = []
@@ -497,6 +568,10 @@ def test_growing(average_chunk: str, larger_bytes: int) -> None:
         with at(state) as store:
             assert {finding.structure for finding in store.findings} <= {"superblock slot"}
             assert torch.equal(store.get("a"), pattern(300_000))
+            has_grown = store.info()["device_bytes"] == larger_bytes
+        # what the volume key is wrapped in is not left behind where the device ended
+        tail = slot_offsets(SIZE_BYTES)[SLOTS_PER_COPY:]
+        assert has_grown != any(wrapped in state.peek(offset, 4096) for offset in tail)
     with opened(larger.clone(), evict=False) as store:
         assert store.info()["data_bytes"] > 40 << 20
         for number in range(40):
