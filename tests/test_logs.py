@@ -133,6 +133,10 @@ def test_serve_writes_json(image_dir: Path) -> None:
             refused = json.loads(second.stderr.read())
             assert second.stdout.read() == ""
         assert (refused["level"], refused["error"], refused["store"]) == ("error", "DeviceBusy", str(store))
+        with serve(store, "--log-format", "json", "--quota", "everything") as third:
+            assert third.wait() == 2
+            assert third.stderr is not None
+            assert "is none; give FAMILY=SIZE" in json.loads(third.stderr.read())["message"]
         owner.send_signal(signal.SIGTERM)
         assert owner.wait() == 0
         assert [json.loads(line)["level"] for line in owner.stderr] == ["info"]

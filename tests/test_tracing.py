@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -154,6 +154,23 @@ def test_errors(store: blockkv.Store, spans: Spans) -> None:
     with pytest.raises(blockkv.StoreClosed):
         store.submit_get("key")
     assert spans.one()["error.type"] == "StoreClosed"
+
+
+def test_a_processor_that_fails(store: blockkv.Store, spans: Spans) -> None:
+    """What is stored is stored, and what is read is read."""
+
+    class Failing(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise RuntimeError("nobody collects")
+
+    spans.provider.add_span_processor(Failing())
+    assert store.put("a", b"a" * 100, durable=True)
+    assert store.submit_put("b", b"b" * 100).result()
+    assert bytes(store.get("a").numpy()) == b"a" * 100
+    assert bytes(store.submit_get("b").result().numpy()) == b"b" * 100
+    with pytest.raises(blockkv.InvalidArgument):
+        store.put("", b"no key")
+    assert len(spans.taken()) == 5
 
 
 def test_a_memory_tier_is_the_parent_of_its_store(image_dir: Path, spans: Spans) -> None:

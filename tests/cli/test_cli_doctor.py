@@ -78,6 +78,15 @@ def test_a_store_is_told_from_other_content(direct_loop: Path) -> None:
         assert found["engine"]["verdict"] == "good", "the rest is looked at all the same"
 
 
+@pytest.mark.requires_tool("sfdisk")
+def test_a_store_whose_device_was_given_away(direct_loop: Path) -> None:
+    blockkv.format(direct_loop)
+    subprocess.run(["sfdisk", "-q", direct_loop], input="label: gpt\nsize=8MiB\n", text=True, check=True)
+    code, found = doctor(direct_loop)
+    assert (code, found["content"]["verdict"]) == (3, "refused")
+    assert "made after the store that was there" in found["content"]["found"]
+
+
 @pytest.mark.requires_tool("mkfs.ext4")
 def test_a_mounted_device_is_refused(direct_loop: Path, tmp_path: Path) -> None:
     subprocess.run(["mkfs.ext4", "-q", direct_loop], check=True)
