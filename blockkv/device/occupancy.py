@@ -132,8 +132,7 @@ def beside_store(
 
     `magic` stands in each superblock at the byte `magic_within`. Empty where there is no superblock.
     Partition tables and signatures are looked for only where the first or last MiB holds what no store writes
-    there.
-    What cannot be read is no content. Raises DeviceError for libblkid's troubles.
+    there. What cannot be read is no content. Raises DeviceError where libblkid cannot be asked.
     """
     size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
     ends = [
