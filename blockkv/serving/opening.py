@@ -29,6 +29,9 @@ def _or_served(opens: Callable[P, Store]) -> Callable[P, Store]:
     @functools.wraps(opens)
     def run(*given: P.args, **options: P.kwargs) -> Store:
         as_wanted: Callable[[Store], Store] = tracing_wanted()
+        for name in options:
+            if name not in signature.parameters:
+                raise TypeError(f"blockkv.open() has no option {name!r}")
         path = given[0] if given else options.get("path")
         socket_at = socket_path(path)
         if socket_at is None:

@@ -448,6 +448,12 @@ def test_options_of_a_client(serve: Serves) -> None:
             reader.put("key", b"x")
 
 
+def test_an_option_that_there_is_not(serve: Serves, image_dir: Path) -> None:
+    for path in (serve().path, image_dir / "none"):
+        with pytest.raises(TypeError, match=r"^blockkv\.open\(\) has no option 'evct'$"):
+            blockkv.open(path, evct=False)  # type: ignore[call-arg]
+
+
 def test_figures_of_both(serve: Serves) -> None:
     owner = serve()
     with blockkv.open(owner.path) as one, blockkv.open(owner.path) as two:
