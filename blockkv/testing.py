@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from blockkv.device import namespace
 from blockkv.device.base import Batch, Device, Direction
-from blockkv.device.engine import NativeDevice
+from blockkv.device.engine import DEFAULT_DEPTH
 from blockkv.device.simulated import (
     Crash,
     Fault,
@@ -100,8 +99,9 @@ class RecordingDevice(Device):
         placements: bool = False,
     ) -> None:
         if not isinstance(device, Device):
-            descriptor, canonical, limits = namespace.open_namespace(device)
-            device = NativeDevice(descriptor, canonical, limits)
+            from blockkv.store.store import open_device
+
+            device = open_device(device, read_only=False, engine="auto", depth=DEFAULT_DEPTH)
         self._device = device
         self._record = record
         self._keep_discards = keep_discards

@@ -172,10 +172,14 @@ def open_store(path: StorePath, **options: Any) -> Store:
     """As `blockkv.open`. What --unlock gives is for this store, which has to be an encrypted one then."""
     from blockkv.serving.wire import socket_path
 
-    given = click.get_current_context().find_root().obj
-    if given is None or socket_path(path) is not None:
-        return blockkv.open(path, **options)
-    return blockkv.open(path, unlock=given, **options)
+    unlock = None if socket_path(path) is not None else given_unlock()
+    return blockkv.open(path, unlock=unlock, **options)
+
+
+def given_unlock() -> str | None:
+    """What --unlock gives, if it is there."""
+    given: str | None = click.get_current_context().find_root().obj
+    return given
 
 
 def key_argument(function: Callable[..., Any]) -> Callable[..., Any]:

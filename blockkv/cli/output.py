@@ -136,9 +136,9 @@ def _bar() -> Any:
 
 
 def open_private(path: str, *, new: bool = False) -> BinaryIO:
-    """A file for chunks, which nobody else may read; `new`: it must not exist.
+    """A file for chunks: nobody else may read one that is made. `new`: it must not exist.
 
-    Raises InvalidArgument where it must not, and for a device other than those like /dev/null; OSError.
+    Raises InvalidArgument where it must not, and for block devices; OSError.
     """
     if Path(path).is_block_device() or (new and os.path.lexists(path)):
         raise InvalidArgument(f"{path} exists; give the name of a new file, or - and redirect")

@@ -9,7 +9,14 @@ from typing import Any
 import click
 
 import blockkv
-from blockkv.cli.app import StorePath, command, degraded_option, open_store, store_argument
+from blockkv.cli.app import (
+    StorePath,
+    command,
+    degraded_option,
+    given_unlock,
+    open_store,
+    store_argument,
+)
 from blockkv.cli.byte_sizes import Size, size_text
 from blockkv.cli.output import Output, fields, lines
 from blockkv.device import namespace, occupancy
@@ -178,7 +185,7 @@ def grow(output: Output, store_path: StorePath, dry_run: bool) -> None:
     Exits 0 also when there was nothing to gain; `grown` in --json tells. Refuses a store in use (exit code
     3), a device that shrank or has too little new space (4), and a damaged store (5).
     """
-    document = blockkv.grow(store_path, dry_run=dry_run)
+    document = blockkv.grow(store_path, dry_run=dry_run, unlock=given_unlock())
     members = document.get("members", [document])
 
     def text() -> None:

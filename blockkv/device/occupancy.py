@@ -38,7 +38,7 @@ from blockkv.device.holders import (
 from blockkv.device.namespace import resolve
 from blockkv.errors import DeviceBusy, DeviceError, OccupiedError
 
-__all__ = ["Finding", "beside_store", "occupancy", "refuse_if_occupied"]
+__all__ = ["Finding", "nonzero", "occupancy", "readable", "recognised", "refuse_if_occupied"]
 
 EDGE_BYTES = 1 << 20
 """Looked through for non-zero bytes at either end: file systems, arrays and volume managers keep their
@@ -125,42 +125,40 @@ def refuse_if_occupied(
     return found
 
 
-def beside_store(
-    path: str, descriptor: int, slot_offsets: Sequence[int], magic: bytes, magic_within: int
-) -> list[Finding]:
-    """Content that is not the store's whose superblocks begin at some of the ascending `slot_offsets`.
+def recognised(path: str, descriptor: int, ranges: Sequence[tuple[int, int]]) -> list[Finding]:
+    """Signatures and partition tables that libblkid knows in some (start, end) ranges of bytes.
 
-    `magic` stands in each superblock at the byte `magic_within`. Empty where there is no superblock.
-    Partition tables and signatures are looked for only where the first or last MiB holds what no store writes
-    there. What cannot be read is no content. Raises DeviceError where libblkid cannot be asked.
+    Where there is a table, its partitions too. Raises DeviceError where libblkid cannot be asked.
     """
-    size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
-    ends = [
-        (start, bytearray(_readable(path, descriptor, start, end - start)))
-        for start, end in _edges(size_bytes)
-    ]
-    slots = [
-        content[offset - start : offset - start + UNIT_BYTES]
-        for start, content in ends
-        for offset in slot_offsets
-        if start <= offset < start + len(content)
-    ]
-    is_superblock = [slot[magic_within:].startswith(magic) for slot in slots]
-    if not any(is_superblock):
-        return []
-    for start, content in ends:
-        for offset in slot_offsets:
-            if start <= offset < start + len(content):
-                content[offset - start : offset - start + UNIT_BYTES] = bytes(UNIT_BYTES)
-    head = ends[0][1]
-    strange = any(any(slot) for slot, mine in zip(slots, is_superblock, strict=True) if not mine)
-    if not strange and not any(content.strip(b"\0") for _, content in ends):
-        return []
-    found = list(_partition_findings(path, os.fstat(descriptor))) + _signature_findings(path, descriptor)
-    gaps = [offset for offset in slot_offsets if offset < len(head)]
-    for start, end in zip(gaps, [*gaps[1:], len(head)], strict=True):
-        found += _nonzero_findings(path, bytes(head[start:end]), start, start + UNIT_BYTES, end)
+    found = _signature_findings(path, descriptor, ranges)
+    if any(finding.kind == "partition-table" for finding in found):
+        found += _partition_findings(path, os.fstat(descriptor))
     return found
+
+
+def nonzero(path: str, content: bytes, offset_bytes: int) -> Iterator[Finding]:
+    """Of `content`, which was read at `offset_bytes`: that there is something other than zeros."""
+    stripped = content.lstrip(b"\0")
+    if stripped:
+        end = offset_bytes + len(content)
+        last = offset_bytes + len(content.rstrip(b"\0")) - 1
+        where = f"from byte {end - len(stripped)} to byte {last}"
+        clear = _zero_command(path, offset_bytes, end)
+        yield Finding("data", "bytes that are not zero", where, clear, overridable=True)
+
+
+def readable(path: str, descriptor: int, offset_bytes: int, length_bytes: int) -> bytes:
+    """What is there, with zeros for what cannot be read. Short only at the end of the device."""
+    try:
+        return _read(path, descriptor, offset_bytes, length_bytes)
+    except DeviceError:
+        if length_bytes <= UNIT_BYTES:
+            return bytes(length_bytes)
+        end = offset_bytes + length_bytes
+        return b"".join(
+            readable(path, descriptor, at, min(UNIT_BYTES, end - at))
+            for at in range(offset_bytes, end, UNIT_BYTES)
+        )
 
 
 def _list(title: str, findings: list[Finding]) -> str:
@@ -198,8 +196,10 @@ def _partition_findings(path: str, status: os.stat_result) -> Iterator[Finding]:
         )
 
 
-def _signature_findings(path: str, descriptor: int) -> list[Finding]:
-    """What libblkid recognises, one finding per type, in the words of `wipefs`."""
+def _signature_findings(
+    path: str, descriptor: int, ranges: Sequence[tuple[int, int]] | None = None
+) -> list[Finding]:
+    """What libblkid recognises (in the ranges), one finding per type, in the words of `wipefs`."""
     # administration tools are often not on the PATH of ordinary users
     tool = shutil.which(WIPEFS, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
     if tool is None:
@@ -223,6 +223,7 @@ def _signature_findings(path: str, descriptor: int) -> list[Finding]:
             check=False,
             timeout=WIPEFS_TIMEOUT_S,
             env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,  # an interrupt from the terminal is for us
         )
     except subprocess.TimeoutExpired:
         raise DeviceError(
@@ -233,14 +234,19 @@ def _signature_findings(path: str, descriptor: int) -> list[Finding]:
     signatures = json.loads(done.stdout)["signatures"] if done.stdout.strip() else []
     by_type: dict[str, list[dict[str, str | None]]] = {}
     for signature in signatures:
-        by_type.setdefault(signature["type"], []).append(signature)
+        if ranges is None or any(start <= _offset_of(signature) < end for start, end in ranges):
+            by_type.setdefault(signature["type"], []).append(signature)
     return [_signature_finding(path, name, same) for name, same in by_type.items()]
+
+
+def _offset_of(signature: dict[str, str | None]) -> int:
+    return int(signature["offset"] or "0", 16)
 
 
 def _signature_finding(path: str, name: str, signatures: list[dict[str, str | None]]) -> Finding:
     first = signatures[0]
     details = [f"{key} {value}" for key in ("label", "uuid") if (value := first[key])]
-    offsets = ", ".join(str(int(signature["offset"] or "0", 16)) for signature in signatures)
+    offsets = ", ".join(str(_offset_of(signature)) for signature in signatures)
     if name == "LVM2_member":
         details.append(f"vgremove its volume group first, if it has one: pvs {shlex.quote(path)}")
     is_table = name in PARTITION_TABLES
@@ -276,20 +282,7 @@ def _store_findings(
 def _data_findings(path: str, descriptor: int, size_bytes: int) -> Iterator[Finding]:
     for start, end in _edges(size_bytes):
         content = _read(path, descriptor, start, end - start)
-        yield from _nonzero_findings(path, content, start, start, end)
-
-
-def _nonzero_findings(
-    path: str, content: bytes, offset_bytes: int, clear_from: int, clear_to: int
-) -> Iterator[Finding]:
-    """Of `content`, which stands at `offset_bytes`, and is cleared by zeros in the range that is given."""
-    stripped = content.lstrip(b"\0")
-    if stripped:
-        first = offset_bytes + len(content) - len(stripped)
-        last = offset_bytes + len(content.rstrip(b"\0")) - 1
-        where = f"from byte {first} to byte {last}"
-        clear = _zero_command(path, clear_from, clear_to)
-        yield Finding("data", "bytes that are not zero", where, clear, overridable=True)
+        yield from nonzero(path, content, start)
 
 
 def _edges(size_bytes: int) -> list[tuple[int, int]]:
@@ -304,19 +297,6 @@ def _zero_command(path: str, start: int, end: int) -> str:
         f"dd if=/dev/zero of={shlex.quote(path)} bs=1M conv=notrunc "
         f"iflag=count_bytes count={end - start} oflag=seek_bytes seek={start}"
     )
-
-
-def _readable(path: str, descriptor: int, offset_bytes: int, length_bytes: int) -> bytes:
-    """As `_read`, with zeros for what cannot be read."""
-    try:
-        return _read(path, descriptor, offset_bytes, length_bytes)
-    except DeviceError:
-        if length_bytes <= UNIT_BYTES:
-            return bytes(length_bytes)
-        return b"".join(
-            _readable(path, descriptor, at, min(UNIT_BYTES, offset_bytes + length_bytes - at))
-            for at in range(offset_bytes, offset_bytes + length_bytes, UNIT_BYTES)
-        )
 
 
 def _read(path: str, descriptor: int, offset_bytes: int, length_bytes: int) -> bytes:

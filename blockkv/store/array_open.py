@@ -154,32 +154,43 @@ def open_any(
             unlock=unlock,
         )
     unlocker = Unlocker(unlock)
-    with interrupts, contextlib.ExitStack() as stack:
-        found: list[_Found] = []
-        for one in paths:
-            by_path = not isinstance(one, Device)
-            try:
-                device = (
-                    one
-                    if isinstance(one, Device)
-                    else open_device(
-                        one, read_only=read_only, engine=engine, placement=placement, depth=depth
+    array: ArrayStore | None = None
+    try:
+        with interrupts, contextlib.ExitStack() as stack:
+            found: list[_Found] = []
+            looked: list[tuple[Device, bool, Superblock]] = []
+            for one in paths:
+                by_path = not isinstance(one, Device)
+                try:
+                    device = (
+                        one
+                        if isinstance(one, Device)
+                        else open_device(
+                            one, read_only=read_only, engine=engine, placement=placement, depth=depth
+                        )
                     )
-                )
-            except DeviceError as error:
-                if degraded and error.errno in GONE_ERRNOS:
-                    logger_for(os.fspath(one)).warning("%s", error)
-                    continue
-                raise
-            if by_path:
-                stack.callback(device.close)
-            found.append(_look(device, unlocker, read_only=read_only, by_path=by_path))
-        array = _open_array(found, read_only=read_only, degraded=degraded, options=options)
-        stack.pop_all()
-    return array
+                except DeviceError as error:
+                    if degraded and error.errno in GONE_ERRNOS:
+                        logger_for(os.fspath(one)).warning("%s", error)
+                        continue
+                    raise
+                if by_path:
+                    stack.callback(device.close)
+                looked.append((device, by_path, _look(device, read_only=read_only, by_path=by_path)))
+            for device, by_path, superblock in looked:
+                superblock, key = unlock_device(device, superblock, unlocker, read_only=read_only)
+                assert superblock.array is not None
+                found.append(_Found(device, by_path, superblock, superblock.array, key))
+            array = _open_array(found, read_only=read_only, degraded=degraded, options=options)
+            stack.pop_all()
+            return array
+    except BaseException:
+        if array is not None:  # an interrupt that waited: nobody would have it
+            array.close()
+        raise
 
 
-def _look(device: Device, unlocker: Unlocker, *, read_only: bool, by_path: bool) -> _Found:
+def _look(device: Device, *, read_only: bool, by_path: bool) -> Superblock:
     if device.limits.read_only and not read_only:
         raise DeviceReadOnly(f"{device.path} is read-only; open it with read_only=True")
     if not read_only:
@@ -190,9 +201,7 @@ def _look(device: Device, unlocker: Unlocker, *, read_only: bool, by_path: bool)
             f"{device.path} holds the store {superblock.uuid_text}, no member of an array: open it alone"
         )
     refuse_second_open(device, superblock, read_only=read_only, by_path=by_path)
-    place = superblock.array
-    superblock, key = unlock_device(device, superblock, unlocker, read_only=read_only)
-    return _Found(device, by_path, superblock, place, key)
+    return superblock
 
 
 def _open_array(found: Sequence[_Found], *, read_only: bool, degraded: bool, options: Options) -> ArrayStore:

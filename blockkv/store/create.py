@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +337,7 @@ def begin_anew(device: Device, found: Superblock) -> tuple[Superblock, VolumeKey
         encryption=replace(found.encryption, mac_key=key.mac_key),
     )
     if shape.device_bytes != found.geometry.device_bytes:
-        _zero_tail(device, shape)
+        _zero_tail(device, shape, but=found.geometry.slot_offsets)
         device.flush()
     device.discard(shape.data.offset_bytes, shape.data.size_bytes)
     return _write_superblocks(device, first), key
@@ -356,9 +357,12 @@ def _write_store(device: Device, first: Superblock) -> Superblock:
     return _write_superblocks(device, first)
 
 
-def _zero_tail(device: Device, shape: Geometry) -> None:
-    tail_offset = shape.slot_offsets[SLOTS_PER_COPY]
-    device.write(tail_offset, bytes((device.limits.size_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES))
+def _zero_tail(device: Device, shape: Geometry, but: Sequence[int] = ()) -> None:
+    """All from its first slot to the end of the device, without the slots that are in `but`."""
+    end = device.limits.size_bytes // PAGE_BYTES * PAGE_BYTES
+    for offset, following in pairwise([*shape.slot_offsets[SLOTS_PER_COPY:], end]):
+        start = offset + PAGE_BYTES * (offset in but)
+        device.write(start, bytes(following - start))
 
 
 def _write_superblocks(device: Device, first: Superblock) -> Superblock:

@@ -63,6 +63,10 @@ def chunk_finding(entry: Entry, geometry: Geometry, what: str, remedy: Remedy = 
     return Finding("chunk", what, remedy, offset_bytes=offset_bytes, key=entry.key)
 
 
+TORN_FAULTS = (SuperblockFault.TORN, SuperblockFault.BLANK, SuperblockFault.NOT_OURS)
+"""What a write of several sectors can leave; the last two where nothing was before."""
+
+
 def slot_findings(slots: Sequence[Superblock | SuperblockRejected], newest: Superblock) -> list[Finding]:
     """Those of the examined `slots` that do not hold what they ought to; `newest` is the store's superblock.
 
@@ -72,9 +76,13 @@ def slot_findings(slots: Sequence[Superblock | SuperblockRejected], newest: Supe
     than what was written after it, nothing where something was.
 
     The superblocks of an encrypted store have a code in another sector, so there the slot that a crash found
-    being written may be torn.
+    being written may be torn. And when it grows its new tail is blank, until each slot has been written.
     """
     found = []
+    grows = any(
+        isinstance(slot, Superblock) and slot.geometry.device_bytes < newest.geometry.device_bytes
+        for slot in slots[:SLOTS_PER_COPY]
+    )
     being_written = (slots_of(newest.generation)[1], *slots_of(newest.generation + 1))
     for slot_index, slot in enumerate(slots):
         due = newest.generation - (newest.generation - slot_index) % SLOTS_PER_COPY
@@ -82,7 +90,9 @@ def slot_findings(slots: Sequence[Superblock | SuperblockRejected], newest: Supe
         what = ""
         if isinstance(slot, SuperblockRejected):
             before = due - SLOTS_PER_COPY if is_tail else due
-            if newest.encryption and slot.fault is SuperblockFault.TORN and slot_index in being_written:
+            is_torn = slot_index in being_written and slot.fault in TORN_FAULTS
+            is_not_yet = grows and is_tail and slot.fault is SuperblockFault.BLANK
+            if newest.encryption and (is_torn or is_not_yet):
                 continue
             if slot.fault is not SuperblockFault.BLANK or before > 0:
                 what = str(slot)

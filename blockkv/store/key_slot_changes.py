@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from blockkv.device.base import Device
 from blockkv.encryption.secret import Unlock, Unlocker, parse_unlock
 from blockkv.encryption.volume_key import VolumeKey, wrap
-from blockkv.errors import DeviceError, InvalidArgument, StoreReadOnly, WrongKey
+from blockkv.errors import DeviceError, InvalidArgument, StoreReadOnly, WrongKey, WrongStore
 from blockkv.format import superblock as superblocks
 from blockkv.format.geometry import PAGE_BYTES, SLOTS_PER_COPY
 from blockkv.format.key_slots import KEY_SLOT_COUNT, KeySlot
 from blockkv.format.superblock import Encryption, Superblock, SuperblockRejected
+from blockkv.store.array_term import set_of, standing_of
 from blockkv.store.create import Target, several
 from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
@@ -52,23 +54,47 @@ def key_slots(path: Target | Sequence[Target]) -> list[dict[str, Any]]:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Unlocked:
+    """A device, and what its store is opened with now."""
+
+    device: Device
+    superblock: Superblock
+    slots: Slots
+    key: VolumeKey
+    opened: int
+    """The slot that opened it."""
+    unfinished: bool
+    """Not all superblocks say the same: a change was cut short, or one of them is damaged."""
+
+
 def add_key_slot(path: Target | Sequence[Target], new: Unlock, unlock: Unlock | None = None) -> list[int]:
     """Let `new` open the store too; which slot it got, for each member. `unlock` is what opens it now.
 
-    Raises WrongKey, InvalidArgument (all slots are in use, or `new` cannot be taken), and as opening does.
+    Cut short it can be done again. Of an array all members have to be there that belong to it.
+
+    Raises WrongKey, InvalidArgument (all slots are in use, `new` opens the store already, or cannot be
+    taken), and as opening does.
     """
     secret = parse_unlock(new, new=True)
     used: list[int] = []
 
-    def change(slots: Slots, key: VolumeKey, opened: int, unfinished: bool) -> Slots:
-        del opened, unfinished
-        same = VolumeKey.unwrap(key.uuid, slots, secret)
-        if same is not None:
-            raise InvalidArgument(f"what is to be added opens the store already, by key slot {same[1]}")
-        if None not in slots:
-            raise InvalidArgument(f"all {KEY_SLOT_COUNT} key slots are in use; remove one first")
-        used.append(slots.index(None))
-        return (*slots[: used[-1]], wrap(key, secret), *slots[used[-1] + 1 :])
+    def change(members: Sequence[_Unlocked]) -> list[Slots]:
+        have = [VolumeKey.unwrap(one.key.uuid, one.slots, secret) for one in members]
+        if all(have) and not any(one.unfinished for one in members):
+            slots = ", ".join(str(one[1]) for one in have if one)
+            raise InvalidArgument(f"what is to be added opens the store already, by key slot {slots}")
+        changed = []
+        for one, there in zip(members, have, strict=True):
+            if there is None and None not in one.slots:
+                raise InvalidArgument(f"all {KEY_SLOT_COUNT} key slots are in use; remove one first")
+            used.append(there[1] if there else one.slots.index(None))
+            changed.append(
+                one.slots
+                if there
+                else (*one.slots[: used[-1]], wrap(one.key, secret), *one.slots[used[-1] + 1 :])
+            )
+        return changed
 
     _change(path, unlock, change)
     return used
@@ -77,55 +103,78 @@ def add_key_slot(path: Target | Sequence[Target], new: Unlock, unlock: Unlock | 
 def remove_key_slot(path: Target | Sequence[Target], slot: int, unlock: Unlock | None = None) -> None:
     """What opened the store by this slot does not any more. `unlock` has to open it by another one.
 
-    Where it was cut short, some superblocks still have the slot: then it can be done again.
+    Cut short, some superblocks still have the slot: it can be done again. Of an array all members have to be
+    there that belong to it.
 
     Raises WrongKey, InvalidArgument (the slot is not in use, or the one that `unlock` opens), and as opening
     does.
     """
 
-    def change(slots: Slots, key: VolumeKey, opened: int, unfinished: bool) -> Slots:
-        del key
-        if 0 <= slot < KEY_SLOT_COUNT and slots[slot] is None and unfinished:
-            return slots
-        if not 0 <= slot < KEY_SLOT_COUNT or slots[slot] is None:
+    def change(members: Sequence[_Unlocked]) -> list[Slots]:
+        known = 0 <= slot < KEY_SLOT_COUNT
+        if not known or not any(one.unfinished or one.slots[slot] for one in members):
             raise InvalidArgument(f"key slot {slot} is not in use")
-        if slot == opened:
+        if any(one.opened == slot for one in members):
             raise InvalidArgument(
                 f"key slot {slot} is the one that opened the store; open it with what is to stay, or nobody "
                 "could be sure that it still opens"
             )
-        return (*slots[:slot], None, *slots[slot + 1 :])
+        return [(*one.slots[:slot], None, *one.slots[slot + 1 :]) for one in members]
 
     _change(path, unlock, change)
 
 
-def _change(path: Target | Sequence[Target], unlock: Unlock | None, change: Any) -> None:
+def _change(
+    path: Target | Sequence[Target],
+    unlock: Unlock | None,
+    change: Callable[[Sequence[_Unlocked]], list[Slots]],
+) -> None:
     """All members are unlocked, and the change is found possible, before one is written."""
     unlocker = Unlocker(unlock)
     with interrupts, contextlib.ExitStack() as stack:
-        pending: list[tuple[Device, Superblock]] = []
-        for device in _devices(path, read_only=False, stack=stack):
-            device.flush()
-            found, _ = read_superblock(device)
-            encryption = _encryption(device, found)
-            key, opened = volume_key_of(device.path, found, unlocker)
-            found = unlock_superblock(device.path, found, key)
-            if found.read_only_reason:
-                raise StoreReadOnly(f"{device.path}: {found.read_only_reason}")
-            slots = change(encryption.slots, key, opened, unfinished=not _is_everywhere(device, found))
-            assert found.encryption is not None
-            pending.append(
-                (
-                    device,
-                    dataclasses.replace(found, encryption=dataclasses.replace(found.encryption, slots=slots)),
-                )
-            )
+        members = [_unlocked(device, unlocker) for device in _devices(path, read_only=False, stack=stack)]
+        _refuse_some_of_an_array(members)
+        changed = change(members)
         interrupts.deliver()
-        for device, superblock in pending:
-            clear_old_tails(device, superblock)
+        for one, slots in zip(members, changed, strict=True):
+            clear_old_tails(one.device, one.superblock)
+            superblock = one.superblock
+            assert superblock.encryption is not None
+            encryption = dataclasses.replace(superblock.encryption, slots=slots)
             for _ in range(SLOTS_PER_COPY):
-                superblock = dataclasses.replace(superblock, generation=superblock.generation + 1)
-                write_superblock(device, superblock)
+                superblock = dataclasses.replace(
+                    superblock, generation=superblock.generation + 1, encryption=encryption
+                )
+                write_superblock(one.device, superblock)
+
+
+def _unlocked(device: Device, unlocker: Unlocker) -> _Unlocked:
+    device.flush()
+    found, _ = read_superblock(device)
+    encryption = _encryption(device, found)
+    key, opened = volume_key_of(device.path, found, unlocker)
+    unfinished = not _is_everywhere(device, found)
+    found = unlock_superblock(device.path, found, key)
+    if found.read_only_reason:
+        raise StoreReadOnly(f"{device.path}: {found.read_only_reason}")
+    return _Unlocked(device, found, encryption.slots, key, opened, unfinished)
+
+
+def _refuse_some_of_an_array(members: Sequence[_Unlocked]) -> None:
+    """Raise WrongStore unless all are given that belong to the array, or one store that is none."""
+    places = [one.superblock.array for one in members if one.superblock.array]
+    if not places and len(members) == 1:
+        return
+    arrays = {place.array_uuid_text for place in places}
+    if len(arrays) > 1 or len(places) < len(members):
+        raise WrongStore(f"{', '.join(one.device.path for one in members)} are not members of one array")
+    missing = standing_of(places).members & ~set_of(place.member_index for place in places)
+    if missing:
+        indices = [index for index in range(places[0].member_count) if missing >> index & 1]
+        raise WrongStore(
+            f"of the array {places[0].array_uuid_text}, {places[0].member_count} members counted from 0, "
+            f"{', '.join(map(str, indices))} missing: what opens them is changed together"
+        )
 
 
 def _is_everywhere(device: Device, found: Superblock) -> bool:

@@ -401,12 +401,14 @@ class Log:
         """
         old, new = self.geometry.slot_offsets, geometry.slot_offsets
         # With what they say now the new slots are what a tail is whose newest superblocks have not arrived.
-        # Everything else there, to the end of the device, might be taken for something by somebody.
+        # Everything else there, to the end of the device, might be taken for something by somebody. A wrapped
+        # volume key must not be where nobody knows, if this is cut short: then the slots are blank.
         tail_offset = new[SLOTS_PER_COPY]
         tail = bytearray((geometry.device_bytes - tail_offset) // PAGE_BYTES * PAGE_BYTES)
         for offset, new_offset in zip(old[SLOTS_PER_COPY:], new[SLOTS_PER_COPY:], strict=True):
             within = new_offset - tail_offset
-            tail[within : within + PAGE_BYTES] = self._device.read(offset, PAGE_BYTES)
+            if not self._device.cipher_key:
+                tail[within : within + PAGE_BYTES] = self._device.read(offset, PAGE_BYTES)
         self._device.write(tail_offset, bytes(tail))
         self._device.flush()
         self._on_written(len(tail))

@@ -1302,15 +1302,25 @@ def open_store(
         evict, verify, discard, commit_interval_ms, max_store_bytes, discard_bytes_per_s, policies
     )
     unlocker = Unlocker(unlock)
-    with interrupts:
-        if isinstance(path, Device):
-            return open_on(path, read_only, options, unlocker, by_path=False)
-        device = open_device(path, read_only=read_only, engine=engine, placement=placement, depth=depth)
-        try:
-            return open_on(device, read_only, options, unlocker, by_path=True)
-        except BaseException:
-            device.close()
-            raise
+    store: Store | None = None
+    try:
+        with interrupts:
+            if isinstance(path, Device):
+                store = open_on(path, read_only, options, unlocker, by_path=False)
+            else:
+                device = open_device(
+                    path, read_only=read_only, engine=engine, placement=placement, depth=depth
+                )
+                try:
+                    store = open_on(device, read_only, options, unlocker, by_path=True)
+                except BaseException:
+                    device.close()
+                    raise
+    except BaseException:
+        if store is not None:  # an interrupt that waited: nobody would have it
+            store.close()
+        raise
+    return store
 
 
 def as_budget(write_budget: int | str | WriteBudget | None) -> WriteBudget | None:

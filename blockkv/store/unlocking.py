@@ -12,7 +12,7 @@ from __future__ import annotations
 from blockkv.device.base import Device
 from blockkv.encryption.secret import ENVIRONMENT, Passphrase, Unlocker
 from blockkv.encryption.volume_key import VolumeKey
-from blockkv.errors import FormatError, WrongKey
+from blockkv.errors import FormatError, StoreReadOnly, WrongKey
 from blockkv.format.superblock import Superblock
 from blockkv.store.create import begin_anew
 from blockkv.store.interrupts import interrupts
@@ -26,7 +26,8 @@ def unlock_device(
 ) -> tuple[Superblock, VolumeKey | None]:
     """The superblock to go on with, and the key; from here on the device decrypts and encrypts.
 
-    Raises WrongKey, FormatError where the superblock was forged, InvalidArgument, DeviceError.
+    Raises WrongKey, FormatError where the superblock was forged, StoreReadOnly for an ephemeral store that
+    only a later version writes, InvalidArgument, DeviceError.
     """
     if found.encryption is None:
         if unlocker.is_explicit:
@@ -40,6 +41,10 @@ def unlock_device(
             f"{device.path} holds the ephemeral store {found.uuid_text}, which nothing unlocks; opened for "
             "writing, without unlock=, it begins anew, empty"
         )
+    if found.read_only_reason and not read_only:
+        if found.encryption.ephemeral:
+            raise StoreReadOnly(f"{device.path}: {found.read_only_reason}, and the store is ephemeral")
+        read_only = True
     if found.encryption.ephemeral and not read_only:
         found, key = begin_anew(device, found)
     else:

@@ -85,7 +85,8 @@ def test_what_is_unlocked_has_to_be_encrypted(image_dir: Path, key_file: Path, s
     plain = image_dir / "plain.img"
     answered("format", plain, "--size", "32MiB")
     before = plain.read_bytes()
-    for words in (["put", plain, "a", key_file], ["info", plain], ["check", plain, "--repair"]):
+    commands = ["put", plain, "a", key_file], ["info", plain], ["check", plain, "--repair"], ["grow", plain]
+    for words in commands:
         assert "is not encrypted" in json_answer(*unlock, *words, code=5)["error"]["message"]
     assert plain.read_bytes() == before
     assert json_answer(*unlock, "copy", store, plain)["chunks"] == 1

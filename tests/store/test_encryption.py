@@ -17,7 +17,7 @@ from blockkv.device.engine import NativeDevice
 from blockkv.device.unit_cipher import UnitCipher
 from blockkv.encryption.secret import Secret, parse_unlock
 from blockkv.encryption.volume_key import VolumeKey, wrap
-from blockkv.errors import FormatError, InvalidArgument, NotFormatted, WrongKey
+from blockkv.errors import FormatError, InvalidArgument, NotFormatted, WrongKey, WrongStore
 from blockkv.format import key_slots, superblock
 from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, Geometry, slot_offsets
 from blockkv.format.record import key_digest
@@ -48,6 +48,19 @@ def assert_no_plaintext(image: bytes) -> None:
 
 def cipher_of(key: bytes, shape: Geometry) -> UnitCipher:
     return UnitCipher(key, shape.encrypted_zone.offset_bytes, shape.encrypted_zone.end_bytes)
+
+
+def fail_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on no write of metadata to a real device arrives."""
+    write, left = NativeDevice.write, [writes]
+
+    def cut_short(self: NativeDevice, offset_bytes: int, data: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise blockkv.DeviceError("the power failed")
+        write(self, offset_bytes, data)
+
+    monkeypatch.setattr(NativeDevice, "write", cut_short)
 
 
 def blank(**options: object) -> SimulatedDevice:
@@ -328,6 +341,33 @@ def test_a_removal_that_was_cut_short_can_be_done_again(device: SimulatedDevice)
     assert gone > 10
 
 
+def test_key_slots_of_an_array(image_dir: Path) -> None:
+    """Cut short between two members it can be done again, and some of the members are not enough."""
+    paths = [image_dir / f"{index}.img" for index in range(3)]
+    blockkv.format(paths, size=SIZE_BYTES, encrypt=SECRET)
+    for change in (
+        lambda some: blockkv.add_key_slot(some, OTHER, unlock=SECRET),
+        lambda some: blockkv.remove_key_slot(some, 1, unlock=SECRET),
+    ):
+        for some in (paths[:1], paths[:2], paths[0]):
+            with pytest.raises(WrongStore, match="missing: what opens them is changed together"):
+                change(some)
+        with pytest.MonkeyPatch.context() as patch:
+            fail_after(11, patch)  # the first member, and a part of the second
+            with pytest.raises(blockkv.DeviceError, match="the power failed"):
+                change(paths)
+        change(paths)
+        kinds = {(row["path"], row["slot"]) for row in blockkv.key_slots(paths)}
+        slots = {slot for _, slot in kinds}
+        assert len(kinds) == 3 * len(slots)
+        assert slots == ({0, 1} if len(kinds) == 6 else {0})
+        with pytest.raises(InvalidArgument, match=r"opens the store already|is not in use"):
+            change(paths)
+    blockkv.open(paths, unlock=SECRET).close()
+    with pytest.raises(WrongKey):
+        blockkv.open(paths, unlock=OTHER)
+
+
 # -- what was changed by somebody else -------------------------------------------------------------------
 
 
@@ -459,7 +499,17 @@ def test_nothing_unlocks_an_ephemeral_store() -> None:
     assert slots_of(device) == before
 
 
-@pytest.mark.parametrize("size_bytes", [SIZE_BYTES, SIZE_BYTES + (4 << 20)])
+def test_an_ephemeral_store_of_a_later_version_is_left_alone() -> None:
+    device = blank()
+    blockkv.format(device, encrypt="ephemeral")
+    change_header(device, "ro_compat", 1 << 40)
+    before = slots_of(device)
+    with pytest.raises(blockkv.StoreReadOnly, match="the store is ephemeral"):
+        at(device, None)
+    assert slots_of(device) == before
+
+
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES, SIZE_BYTES + 8192, SIZE_BYTES + (4 << 20)])
 def test_an_ephemeral_store_begins_anew_or_is_as_it_was(size_bytes: int) -> None:
     """Cut short at every write and flush of an open, also on a device that has become larger."""
     small = blank()
@@ -572,6 +622,9 @@ def test_growing(average_chunk: str, larger_bytes: int) -> None:
         # what the volume key is wrapped in is not left behind where the device ended
         tail = slot_offsets(SIZE_BYTES)[SLOTS_PER_COPY:]
         assert has_grown != any(wrapped in state.peek(offset, 4096) for offset in tail)
+        # nor in the tail that was prepared for the larger device
+        places = {unit * 4096 for unit in state.written_units() if wrapped in state.peek(unit * 4096, 4096)}
+        assert places <= set(slot_offsets(larger_bytes if has_grown else SIZE_BYTES))
     with opened(larger.clone(), evict=False) as store:
         assert store.info()["data_bytes"] > 40 << 20
         for number in range(40):
@@ -662,15 +715,7 @@ def test_wiping_that_was_cut_short_can_be_done_again(
     uuid = blockkv.format(path, size=SIZE_BYTES)["uuid"]
     with blockkv.open(path) as store:
         store.put(KEY, pattern(3_000_000), durable=True)
-    write, left = NativeDevice.write, [writes]
-
-    def cut_short(self: NativeDevice, offset_bytes: int, data: bytes) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise blockkv.DeviceError("the power failed")
-        write(self, offset_bytes, data)
-
-    monkeypatch.setattr(NativeDevice, "write", cut_short)
+    fail_after(writes, monkeypatch)
     with pytest.raises(blockkv.DeviceError, match="the power failed"):
         blockkv.wipe(path, uuid)
     monkeypatch.undo()

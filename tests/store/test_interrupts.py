@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -73,6 +74,33 @@ def test_interrupts_neither_lose_nor_leak(image_dir: Path, alarms: None) -> None
         store.commit()
         assert store.stats()["free_bytes"] == free_bytes
         assert store.put("last", value, durable=True)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_an_open_that_was_interrupted_leaves_no_store(
+    image_dir: Path, alarms: None, monkeypatch: pytest.MonkeyPatch, members: int
+) -> None:
+    """Whenever the Ctrl-C came: what cannot be returned is closed."""
+    paths: Any = [image_dir / f"{index}.img" for index in range(members)]
+    paths = paths if members > 1 else paths[0]
+    blockkv.format(paths, size="16MiB")
+    recover = blockkv.store.store.recover
+
+    def interrupted_recover(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+        return recover(*arguments)
+
+    monkeypatch.setattr("blockkv.store.store.recover", interrupted_recover)
+    with pytest.raises(KeyboardInterrupt):
+        blockkv.open(paths)
+    monkeypatch.undo()
+    for round_ in range(60):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, round_ * 0.0002)
+            blockkv.open(paths).close()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    with blockkv.open(paths) as store:
+        assert store.put("a", b"a")
 
 
 def test_interrupted_formats_end_and_let_the_device_go(image_dir: Path, alarms: None) -> None:

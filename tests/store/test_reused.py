@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import blockkv
-from blockkv.errors import OccupiedError
+from blockkv.errors import NotFormatted, OccupiedError, StoreFull
 from blockkv.format.geometry import MEBIBYTE, slot_offsets
 from blockkv.store.enlarge import grow_device
 from blockkv.store.key_slot_changes import add_key_slot
@@ -120,6 +121,88 @@ def test_bytes_nobody_knows(store_path: Path) -> None:
         assert_right_or_missing(store)
         assert "chunk 7" in store
         assert not store.check().findings
+
+
+@pytest.mark.parametrize("slot", range(8))
+def test_bytes_behind_any_superblock(store_path: Path, slot: int) -> None:
+    with store_path.open("r+b") as device:
+        device.seek(slot_offsets(SIZE_BYTES)[slot] + 200_000)
+        device.write(b"?")
+    with pytest.raises(OccupiedError, match="bytes that are not zero"):
+        blockkv.open(store_path)
+    with blockkv.open(store_path, read_only=True) as store:
+        assert "chunk 7" in store
+
+
+def test_a_store_in_a_partition_is_none_of_the_disk(image_dir: Path) -> None:
+    """Where the disk is no whole number of MiB its last one may begin where that of the partition does."""
+    image, odd_bytes = image_dir / "disk.img", 400 << 10
+    with image.open("wb") as file:
+        file.truncate(64 * MEBIBYTE + odd_bytes)
+    table = "label: gpt\nstart=1MiB, size=63MiB\n"
+    subprocess.run(["sfdisk", "-q", image], input=table, text=True, check=True, capture_output=True)
+    inside = ["losetup", "-f", "--show", "-o", str(MEBIBYTE), "--sizelimit", str(63 * MEBIBYTE), image]
+    partition = subprocess.run(inside, text=True, check=True, capture_output=True).stdout.strip()
+    try:
+        blockkv.format(partition)
+        with blockkv.open(partition) as store:
+            store.put("a", b"a", durable=True)
+    finally:
+        subprocess.run(["losetup", "-d", partition], check=True)
+    assert set(slot_offsets(64 * MEBIBYTE + odd_bytes)) & {
+        MEBIBYTE + offset for offset in slot_offsets(63 * MEBIBYTE)
+    }
+    before = content_of(image)
+    with pytest.raises(NotFormatted):
+        blockkv.open(image)
+    assert content_of(image) == before
+
+
+def test_what_is_behind_the_store_is_not_on_it(image_dir: Path) -> None:
+    """A copy on a larger disk, whose end still has the spare copy of a partition table."""
+    image, larger = image_dir / "kv.img", image_dir / "larger.img"
+    blockkv.format(image, size=64 * MEBIBYTE)
+    with blockkv.open(image) as store:
+        store.put("a", b"a", durable=True)
+    with larger.open("wb") as file:
+        file.truncate(80 * MEBIBYTE)
+    table = "label: gpt\nsize=8MiB\n"
+    subprocess.run(["sfdisk", "-q", larger], input=table, text=True, check=True, capture_output=True)
+    with larger.open("r+b") as file:
+        file.write(image.read_bytes())
+    with blockkv.open(larger) as store:
+        assert store.get("a") is not None
+    assert grow_device(larger)["grown"]
+    with blockkv.open(larger) as store:
+        assert store.get("a") is not None
+
+
+def test_payload_that_looks_like_something(store_path: Path) -> None:
+    """libblkid looks for some signatures before the last MiB, where there are chunks."""
+    signature = b"Promise Technology, Inc.".ljust(512, b"\0")
+    with blockkv.open(store_path, evict=False) as store, contextlib.suppress(StoreFull):
+        for number in range(1000):
+            store.put(f"full {number}", signature * 4096)
+    found = subprocess.run(["wipefs", "--no-act", store_path], text=True, check=True, capture_output=True)
+    assert "promise" in found.stdout
+    with store_path.open("r+b") as device:
+        device.seek(slot_offsets(SIZE_BYTES)[1])
+        device.write(b"\x5a" * 4096)
+    with blockkv.open(store_path) as store:
+        assert_right_or_missing(store)
+
+
+def test_without_wipefs(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockkv.device.occupancy.WIPEFS", "wipefs-that-is-not-there")
+    for slot, refused in ((3, False), (0, True)):
+        with store_path.open("r+b") as device:
+            device.seek(slot_offsets(SIZE_BYTES)[slot])
+            device.write(b"\x5a" * 4096)
+        if refused:
+            with pytest.raises(OccupiedError, match="install util-linux"):
+                blockkv.open(store_path)
+        else:
+            blockkv.open(store_path).close()
 
 
 def test_damaged_superblocks_are_no_reason(store_path: Path) -> None:
