@@ -138,8 +138,8 @@ def recognised(path: str, descriptor: int, ranges: Sequence[tuple[int, int]]) ->
 
 def nonzero(path: str, content: bytes, offset_bytes: int) -> Iterator[Finding]:
     """Of `content`, which was read at `offset_bytes`: that there is something other than zeros."""
-    stripped = content.lstrip(b"\0")
-    if stripped:
+    if content != bytes(len(content)):
+        stripped = content.lstrip(b"\0")
         end = offset_bytes + len(content)
         last = offset_bytes + len(content.rstrip(b"\0")) - 1
         where = f"from byte {end - len(stripped)} to byte {last}"
