@@ -17,17 +17,16 @@ from typing import Any
 from blockkv.device.base import Device
 from blockkv.encryption.secret import Unlock, Unlocker, parse_unlock
 from blockkv.encryption.volume_key import VolumeKey, wrap
-from blockkv.errors import DeviceError, InvalidArgument, StoreReadOnly, WrongKey, WrongStore
-from blockkv.format import superblock as superblocks
-from blockkv.format.geometry import PAGE_BYTES, SLOTS_PER_COPY
+from blockkv.errors import InvalidArgument, StoreReadOnly, WrongKey, WrongStore
+from blockkv.format.geometry import SLOTS_PER_COPY
 from blockkv.format.key_slots import KEY_SLOT_COUNT, KeySlot
-from blockkv.format.superblock import Encryption, Superblock, SuperblockRejected
+from blockkv.format.superblock import Encryption, Superblock
 from blockkv.store.array_term import set_of, standing_of
 from blockkv.store.create import Target, several
 from blockkv.store.interrupts import interrupts
 from blockkv.store.log import write_superblock
 from blockkv.store.old_tails import clear_old_tails
-from blockkv.store.recovery import read_superblock
+from blockkv.store.recovery import read_superblock, readable_slots
 from blockkv.store.store import open_device
 from blockkv.store.unlocking import unlock_superblock, volume_key_of
 
@@ -179,14 +178,11 @@ def _refuse_some_of_an_array(members: Sequence[_Unlocked]) -> None:
 
 def _is_everywhere(device: Device, found: Superblock) -> bool:
     """All eight superblocks can be read, and have the same key slots."""
-    for index, offset in enumerate(found.geometry.slot_offsets):
-        try:
-            one = superblocks.decode(device.read(offset, PAGE_BYTES), index)
-        except (SuperblockRejected, DeviceError):
-            return False
-        if one.encryption is None or one.encryption.slots != _encryption(device, found).slots:
-            return False
-    return True
+    slots = _encryption(device, found).slots
+    return all(
+        isinstance(one, Superblock) and one.encryption is not None and one.encryption.slots == slots
+        for one in readable_slots(device, found.geometry.slot_offsets)
+    )
 
 
 def _devices(

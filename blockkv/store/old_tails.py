@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockkv.device.base import Device
-from blockkv.errors import DeviceError, DeviceLost
-from blockkv.format import superblock
 from blockkv.format.geometry import PAGE_BYTES, SLOTS_PER_COPY
-from blockkv.format.superblock import Superblock, SuperblockRejected
+from blockkv.format.superblock import Superblock
+from blockkv.store.recovery import read_if_possible, readable_slots
 
 __all__ = ["clear_old_tails"]
 
@@ -23,8 +22,8 @@ def clear_old_tails(device: Device, found: Superblock) -> None:
 
     `device` does not decrypt yet: what the store has written there since holds no key slot, as it is there.
     """
-    head = found.geometry.slot_offsets[:SLOTS_PER_COPY]
-    superblocks = [one for index, offset in enumerate(head) if (one := _decoded(device, offset, index))]
+    slots = readable_slots(device, found.geometry.slot_offsets)
+    superblocks = [slot for slot in slots[:SLOTS_PER_COPY] if isinstance(slot, Superblock)]
     pieces = [piece for one in superblocks for piece in _of_key_slots(one)]
     tails = {
         one.geometry.slot_offsets[SLOTS_PER_COPY:]
@@ -33,7 +32,7 @@ def clear_old_tails(device: Device, found: Superblock) -> None:
     }
     cleared = False
     for offset in (offset for tail in tails for offset in tail):
-        page = _read(device, offset)
+        page = read_if_possible(device, offset)
         if any(piece in page for piece in pieces):
             device.write(offset, bytes(PAGE_BYTES))
             cleared = True
@@ -47,20 +46,3 @@ def _of_key_slots(one: Superblock) -> Sequence[bytes]:
         return []
     slots = [slot for slot in one.encryption.slots if slot]
     return [piece for slot in slots for piece in (slot.salt, slot.wrapped[:16], slot.wrapped[-16:])]
-
-
-def _decoded(device: Device, offset: int, index: int) -> Superblock | None:
-    try:
-        return superblock.decode(_read(device, offset), index)
-    except SuperblockRejected:
-        return None
-
-
-def _read(device: Device, offset: int) -> bytes:
-    """The page there, or none of it: an open does without what it need not read."""
-    try:
-        return device.read(offset, PAGE_BYTES)
-    except DeviceLost:
-        raise
-    except DeviceError:
-        return b""

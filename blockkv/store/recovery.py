@@ -449,6 +449,21 @@ def _examine_slots(device: Device, offsets: Sequence[int]) -> list[Superblock | 
     return found
 
 
+def readable_slots(device: Device, offsets: Sequence[int]) -> list[Superblock | SuperblockRejected]:
+    """What the eight superblock slots hold, for whoever does without those that cannot be read."""
+    return superblock.examine([read_if_possible(device, offset) for offset in offsets])
+
+
+def read_if_possible(device: Device, offset_bytes: int) -> bytes:
+    """The page there, or none of it where it cannot be read. Raises DeviceLost."""
+    try:
+        return device.read(offset_bytes, PAGE_BYTES)
+    except DeviceLost:
+        raise
+    except DeviceError:
+        return b""
+
+
 def _read_pages(device: Device, offset_bytes: int, length_bytes: int) -> bytes:
     """Metadata pages; where a piece cannot be read, page by page, with zeros for those that cannot.
 
