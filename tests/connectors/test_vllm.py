@@ -91,8 +91,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Found]]:
 
 
 def same(one: Found, other: Found) -> bool:
-    """Tokens, and the five likeliest of each step with their logarithms, to the last bit."""
+    """Tokens, and the five likeliest of each step with their logarithms, to the last bit: where the engine
+    had as many tokens left to compute. A matrix product of another shape may be summed in another order.
+    """
+    assert one["cached"] == other["cached"]
     return bool(one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"])
+
+
+def alike(one: Found, other: Found) -> bool:
+    """The same tokens, and the likeliest of each step as nearly as float32 gives them."""
+    likeliest = [
+        [max(float.fromhex(logarithm) for _token, logarithm in step) for step in found["logprobs"]]
+        for found in (one, other)
+    ]
+    return bool(one["tokens"] == other["tokens"]) and likeliest[0] == pytest.approx(likeliest[1], abs=1e-4)
 
 
 def test_contract(runs: object) -> None:
@@ -119,39 +131,42 @@ def test_another_process_goes_on_from_what_is_stored(runs: dict[str, Future[Foun
     assert cold["first"]["cached"] == cold["second"]["cached"] == 0
     assert cold["metrics"]["tiering_write_bytes"] > 0
     assert trouble["first"]["cached"] == WHOLE
-    assert same(trouble["first"], cold["first"])
+    assert same(trouble["first"], cold["first_again"])
+    assert alike(trouble["first"], cold["first"])
 
 
 def test_several_groups_of_layers_are_restored(runs: dict[str, Future[Found]]) -> None:
     cold, warm = runs["hybrid cold"].result(), runs["hybrid warm"].result()
     assert warm["first"]["cached"] == WHOLE
-    assert same(warm["first"], cold["first"])
+    assert same(warm["first"], cold["first_again"])
+    assert alike(warm["first"], cold["first"])
     assert warm["metrics"]["tiering_read_bytes"] > 0
 
 
 def test_chunks_of_several_blocks_are_restored(runs: dict[str, Future[Found]]) -> None:
     found = runs["chunks"].result()
     assert found["partly"]["cached"] == found["warm"]["cached"] == WHOLE
-    assert same(found["partly"], found["cold"])
-    assert same(found["warm"], found["cold"])
+    assert same(found["partly"], found["again"])
+    assert same(found["warm"], found["again"])
+    assert alike(found["warm"], found["cold"])
 
 
 def test_a_flipped_byte_is_a_miss_and_is_written_anew(runs: dict[str, Future[Found]]) -> None:
     cold, trouble = runs["cold"].result(), runs["trouble"].result()
     metrics = trouble["damaged_metrics"]
     assert trouble["damaged"]["cached"] < WHOLE
-    assert same(trouble["damaged"], cold["second"])
+    assert alike(trouble["damaged"], cold["second"])
     assert metrics["blockkv_get_checksum_mismatch"] == 1
     assert metrics["blockkv_load_misses"] == 1
     assert metrics["tiering_promotion_job_failures"] == 1
     assert trouble["rewritten"]["cached"] == WHOLE
-    assert same(trouble["rewritten"], cold["second"])
+    assert same(trouble["rewritten"], cold["second_again"])
 
 
 def test_a_reset_of_the_cache_leaves_the_device_alone(runs: dict[str, Future[Found]]) -> None:
     cold, trouble = runs["cold"].result(), runs["trouble"].result()
     assert trouble["after_reset"]["cached"] == WHOLE
-    assert same(trouble["after_reset"], cold["first"])
+    assert same(trouble["after_reset"], cold["first_again"])
 
 
 def test_a_request_goes_on_without_a_device_that_stalls(runs: dict[str, Future[Found]]) -> None:
@@ -164,7 +179,7 @@ def test_a_request_goes_on_without_a_device_that_stalls(runs: dict[str, Future[F
     assert trouble["stalled_metrics"]["blockkv_stalled"] == 1
     assert trouble["stalled_metrics"]["blockkv_loads_late"] == 1
     assert trouble["second_after_stall"]["cached"] == WHOLE
-    assert same(trouble["second_after_stall"], cold["second"])
+    assert same(trouble["second_after_stall"], cold["second_again"])
     assert trouble["first_after_stall"]["cached"] == 0, "a miss until it is written anew"
     assert same(trouble["first_after_stall"], cold["first"])
 

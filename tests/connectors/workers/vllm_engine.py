@@ -120,9 +120,10 @@ class GatedStore:
 
 
 def cold(model: Path, device: str) -> dict[str, Any]:
-    """Two prompts that nobody has seen."""
+    """Two prompts that nobody has seen, and once more out of the engine's own prefix cache."""
     engine = Engine(model, device, format=True)
-    found = {"first": engine.ask(prompt(1)), "second": engine.ask(prompt(2))}
+    found = {name: engine.ask(prompt(seed)) for name, seed in (("first", 1), ("second", 2))}
+    found |= {f"{name}_again": engine.ask(prompt(seed)) for name, seed in (("first", 1), ("second", 2))}
     engine.settle()
     found["metrics"] = engine.metrics()
     engine.close()
@@ -191,7 +192,11 @@ def other(model: Path, device: str) -> dict[str, Any]:
 def chunks(model: Path, device: str) -> dict[str, Any]:
     """Chunks of several blocks, of which the first and the last are partly there on the way to the cache."""
     engine = Engine(model, device, extra={"blocks_per_chunk": 3}, format=True, direct=True)
-    found = {"cold": engine.ask(prompt(1)), "short": engine.ask(prompt(1, 40))}
+    found = {
+        "cold": engine.ask(prompt(1)),
+        "again": engine.ask(prompt(1)),
+        "short": engine.ask(prompt(1, 40)),
+    }
     engine.settle()
     engine.llm.reset_prefix_cache()
     engine.ask(prompt(1, 40))  # one block of the first chunk is in the cache then
