@@ -2,6 +2,8 @@
 PYTHON_VENV := .venv/bin/python
 
 SIM_STATES := 20000
+# Processes that run the tests, a file each: twice as many would want twice the memory.
+TEST_PROCESSES := 2
 
 .PHONY: help setup demo test check sim bench clean
 
@@ -18,7 +20,7 @@ test:  ## lint, types, layers and every test, engines too, as CI runs them
 	@tools/setup --test
 	@tools/engines all
 	@$(MAKE) --no-print-directory check
-	@$(PYTHON_VENV) -m pytest
+	@$(PYTHON_VENV) -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 	@$(MAKE) --no-print-directory sim
 
 check: setup  ## lint, types, layers only

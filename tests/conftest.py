@@ -53,6 +53,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requires_tool(*names): needs these programs on PATH")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist a file is run by one process, and so are all that reserve huge pages or pace devices.
+
+    What takes longest comes first, so that nobody waits for it in the end.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    items.sort(key=lambda item: [slow not in item.path.parts for slow in ("vm", "connectors")])
+    for item in items:
+        benchmark = item.path.parent.name == "bench" or item.path.stem == "test_cli_bench"
+        item.add_marker(pytest.mark.xdist_group("bench" if benchmark else item.path.stem))
+
+
 def everything_is_required() -> bool:
     return os.environ.get("CI") == "true" or os.environ.get("BLOCKKV_REQUIRE_ALL") == "1"
 
