@@ -247,13 +247,11 @@ def measure(arm: str, device: Path, shape: Shape, limit_bytes: int, pace: PacedD
         else:
             blockkv.format(device, force=True)
             target = device
-        # The memory of a virtual machine costs its host a lot when it is touched for the first time: half a
-        # gigabyte took 1.1 s, then 0.1 s. Nobody is to pay for that, nor to be spared it by who came before.
-        blockkv.empty(max(limit_bytes, shape.kv_bytes) + SPARE_BYTES, torch.uint8).fill_(1)
         group = stack.enter_context(memory_group(limit_bytes, pace))
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(arm, target, shape, group, theirs))
+        touched_bytes = max(limit_bytes, shape.kv_bytes) + SPARE_BYTES
+        process = context.Process(target=_run, args=(arm, target, shape, group, touched_bytes, theirs))
         process.start()
         theirs.close()
         try:
@@ -267,12 +265,16 @@ def measure(arm: str, device: Path, shape: Shape, limit_bytes: int, pace: PacedD
         raise BlockKVError(f"{arm} with {limit_bytes} bytes of memory: {how}")
 
 
-def _run(arm: str, target: Path, shape: Shape, group: Path, answer: Connection) -> None:
+def _run(arm: str, target: Path, shape: Shape, group: Path, touched_bytes: int, answer: Connection) -> None:
     torch.set_num_threads(1)
     result: Timing | str
     try:
         work = Work(shape)
         _ = blockkv.open, blockkv.TieredStore  # what they import is not to count
+        # The memory of a virtual machine costs its host a lot when it is touched for the first time, and anew
+        # where free pages are reported to the host (mm/page_reporting.c: two seconds after they were freed):
+        # 1.4 GiB took 2.9 s then, else 0.4 s. Nobody is to pay for that, nor be spared it by who came before.
+        blockkv.empty(touched_bytes, torch.uint8).fill_(1)
         join(group)
         result = ARMS[arm](work, target)
     except Exception as error:
