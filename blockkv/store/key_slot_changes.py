@@ -171,7 +171,7 @@ def _refuse_some_of_an_array(members: Sequence[_Unlocked]) -> None:
     if missing:
         indices = [index for index in range(places[0].member_count) if missing >> index & 1]
         raise WrongStore(
-            f"of the array {places[0].array_uuid_text}, {places[0].member_count} members counted from 0, "
+            f"the array {places[0].array_uuid_text} has {places[0].member_count} members, counted from 0; "
             f"{', '.join(map(str, indices))} missing: what opens them is changed together"
         )
 
