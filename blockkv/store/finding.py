@@ -13,7 +13,7 @@ from blockkv.catalog.index import Entry
 from blockkv.format.geometry import SLOTS_PER_COPY, Geometry
 from blockkv.format.superblock import Superblock, SuperblockFault, SuperblockRejected, slots_of
 
-__all__ = ["Finding", "Remedy", "chunk_finding", "slot_findings"]
+__all__ = ["Finding", "Remedy", "chunk_finding", "slot_findings", "tail_is_unfinished"]
 
 
 class Remedy(enum.Enum):
@@ -67,6 +67,14 @@ TORN_FAULTS = (SuperblockFault.TORN, SuperblockFault.BLANK, SuperblockFault.NOT_
 """What a write of several sectors can leave; the last two where nothing was before."""
 
 
+def tail_is_unfinished(slots: Sequence[Superblock | SuperblockRejected], newest: Superblock) -> bool:
+    """Whether an encrypted store grew, and not all slots of its new tail, blank until then, were written."""
+    return newest.encryption is not None and any(
+        isinstance(slot, SuperblockRejected) and slot.fault is SuperblockFault.BLANK
+        for slot in slots[SLOTS_PER_COPY:]
+    )
+
+
 def slot_findings(slots: Sequence[Superblock | SuperblockRejected], newest: Superblock) -> list[Finding]:
     """Those of the examined `slots` that do not hold what they ought to; `newest` is the store's superblock.
 
@@ -91,7 +99,8 @@ def slot_findings(slots: Sequence[Superblock | SuperblockRejected], newest: Supe
         if isinstance(slot, SuperblockRejected):
             before = due - SLOTS_PER_COPY if is_tail else due
             is_torn = slot_index in being_written and slot.fault in TORN_FAULTS
-            is_not_yet = grows and is_tail and slot.fault is SuperblockFault.BLANK
+            is_blank = is_tail and slot.fault is SuperblockFault.BLANK
+            is_not_yet = is_blank and (grows or slot_index in being_written)
             if newest.encryption and (is_torn or is_not_yet):
                 continue
             if slot.fault is not SuperblockFault.BLANK or before > 0:

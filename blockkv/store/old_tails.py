@@ -20,7 +20,7 @@ __all__ = ["clear_old_tails"]
 def clear_old_tails(device: Device, found: Superblock) -> None:
     """Zero what is left of key slots in the tails of smaller devices. Raises DeviceError.
 
-    `device` does not decrypt yet: what the store has written there since holds no key slot, as it is there.
+    `device` does not decrypt: what the store has written there since holds no key slot, as it is there.
     """
     slots = readable_slots(device, found.geometry.slot_offsets)
     superblocks = [slot for slot in slots[:SLOTS_PER_COPY] if isinstance(slot, Superblock)]

@@ -56,7 +56,7 @@ from blockkv.errors import (
     StoreReadOnly,
     WrongStore,
 )
-from blockkv.format.geometry import growable_bytes
+from blockkv.format.geometry import SLOTS_PER_COPY, growable_bytes
 from blockkv.format.record import key_digest
 from blockkv.format.superblock import Membership, Superblock
 from blockkv.gpu.choice import choose
@@ -69,7 +69,7 @@ from blockkv.store.create import parse_size, superblock_facts
 from blockkv.store.data_path import DataPath, Options
 from blockkv.store.discards import DEFAULT_BYTES_PER_S as DEFAULT_DISCARD_BYTES_PER_S
 from blockkv.store.extents import ChunkExtents
-from blockkv.store.finding import Finding
+from blockkv.store.finding import Finding, tail_is_unfinished
 from blockkv.store.gets import GetRun
 from blockkv.store.growing import GrowingChunk, Guard, reserve
 from blockkv.store.interrupts import interrupts
@@ -82,7 +82,7 @@ from blockkv.store.numbers import is_number
 from blockkv.store.part_gets import Leased, PartBatch, PartCall, carry_out, lease, release
 from blockkv.store.preloads import Preloads
 from blockkv.store.puts import PutRun
-from blockkv.store.recovery import Recovered, next_epoch, read_superblock, recover
+from blockkv.store.recovery import Recovered, next_epoch, read_superblock, readable_slots, recover
 from blockkv.store.reused import refuse_if_reused
 from blockkv.store.scrub import DEFAULT_BYTES_PER_S, Scrub, ScrubReport
 from blockkv.store.staging import Staging
@@ -1421,17 +1421,20 @@ def open_on(
         found, _ = unlock_device(device, found, unlocker, read_only=read_only)
     recovered = recover(device, found)
     recovered.findings[:0] = slot_findings
+    growth_was_cut_short = tail_is_unfinished(readable_slots(device, found.geometry.slot_offsets), found)
     if read_only:
         recovered.read_only_reason = "it was opened read-only"
     if not recovered.read_only_reason:
         recovered.superblock = replace(next_epoch(recovered), array=array)
         write_superblock(device, recovered.superblock)
     store = Store(device, recovered, options)
-    report = recovered.report
-    if not store.read_only and (report.checkpoint_pages_damaged or report.journal_damaged):
-        # A page that cannot be read today may be readable tomorrow, with records of chunks long gone.
+    damaged = recovered.report.checkpoint_pages_damaged or recovered.report.journal_damaged
+    if not store.read_only and (damaged or growth_was_cut_short):
         try:
-            store.checkpoint()
+            if damaged:  # what cannot be read today may be tomorrow, with records of chunks long gone
+                store.checkpoint()
+            if growth_was_cut_short:
+                store._state.log.renew_superblock(SLOTS_PER_COPY - 1)
         except StoreReadOnly as error:
             store._abandon(str(error))
             raise DeviceError(

@@ -51,6 +51,8 @@ def unlock_device(
         key, _ = volume_key_of(device.path, found, unlocker)
         found = unlock_superblock(device.path, found, key)
     if not read_only:
+        if device.cipher_key:  # who looked before writing has it decrypt already
+            device.encrypt(key.cipher_key, 0, 0)
         clear_old_tails(device, found)
     zone = found.geometry.encrypted_zone
     device.encrypt(key.cipher_key, zone.offset_bytes, zone.end_bytes)

@@ -373,8 +373,8 @@ def test_key_slots_of_an_array(image_dir: Path) -> None:
 # -- what was changed by somebody else -------------------------------------------------------------------
 
 
-def slots_of(device: SimulatedDevice) -> list[bytes]:
-    return [device.peek(offset, 4096) for offset in slot_offsets(SIZE_BYTES)]
+def slots_of(device: SimulatedDevice, size_bytes: int = SIZE_BYTES) -> list[bytes]:
+    return [device.peek(offset, 4096) for offset in slot_offsets(size_bytes)]
 
 
 def change_header(device: SimulatedDevice, name: str, value: object) -> None:
@@ -621,6 +621,8 @@ def test_growing(average_chunk: str, larger_bytes: int) -> None:
             assert {finding.structure for finding in store.findings} <= {"superblock slot"}
             assert torch.equal(store.get("a"), pattern(300_000))
             has_grown = store.info()["device_bytes"] == larger_bytes
+        with blockkv.open(state.clone(), read_only=True, unlock=SECRET) as store:
+            assert not store.findings
         # what the volume key is wrapped in is not left behind where the device ended
         tail = slot_offsets(SIZE_BYTES)[SLOTS_PER_COPY:]
         assert has_grown != any(wrapped in state.peek(offset, 4096) for offset in tail)
@@ -633,6 +635,30 @@ def test_growing(average_chunk: str, larger_bytes: int) -> None:
             store.put(f"{KEY}/{number}", pattern(1 << 20), durable=True)
         assert all(torch.equal(store.get(f"{KEY}/{number}"), pattern(1 << 20)) for number in range(40))
         assert not store.check(payload=True).findings
+
+
+def test_growing_again_what_was_cut_short() -> None:
+    """The device has become larger once more: the tail before last is not forgotten."""
+    device = blank()
+    blockkv.format(device, encrypt=SECRET)
+    encryption = superblock.choose(slots_of(device)).encryption
+    assert encryption is not None
+    assert encryption.slots[0] is not None
+    wrapped = encryption.slots[0].wrapped
+    larger = SimulatedDevice(2 * SIZE_BYTES, strict=True)
+    larger.poke(0, device.peek(0, SIZE_BYTES))
+    states: list[SimulatedDevice] = []
+    dice = random.Random(6)
+    larger.before_operation = lambda kind: states.append(larger.crash_clone(dice, Crash.POWER_CUT))
+    assert blockkv.grow(larger, unlock=SECRET)["grown"]
+    for state in states:
+        if superblock.choose(slots_of(state, 2 * SIZE_BYTES)).geometry.device_bytes == SIZE_BYTES:
+            continue
+        larger_still = SimulatedDevice(3 * SIZE_BYTES, strict=True)
+        larger_still.poke(0, state.peek(0, 2 * SIZE_BYTES))
+        assert blockkv.grow(larger_still, unlock=SECRET)["grown"]
+        places = {at for at in larger_still.written_units() if wrapped in larger_still.peek(at * 4096, 4096)}
+        assert {at * 4096 for at in places} <= set(slot_offsets(3 * SIZE_BYTES))
 
 
 def test_an_ephemeral_store_grows_by_itself() -> None:
