@@ -29,7 +29,7 @@ from blockkv.catalog.wear import WriteBudget
 from blockkv.device.base import Device
 from blockkv.encryption.secret import Unlock, Unlocker
 from blockkv.encryption.volume_key import VolumeKey
-from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, WrongStore
+from blockkv.errors import BlockKVError, DeviceError, DeviceReadOnly, WrongKey, WrongStore
 from blockkv.format.geometry import SLOTS_PER_COPY
 from blockkv.format.superblock import Membership, Superblock
 from blockkv.logs import logger_for
@@ -178,7 +178,10 @@ def open_any(
                     stack.callback(device.close)
                 looked.append((device, by_path, _look(device, read_only=read_only, by_path=by_path)))
             for device, by_path, superblock in looked:
-                superblock, key = unlock_device(device, superblock, unlocker, read_only=read_only)
+                try:
+                    superblock, key = unlock_device(device, superblock, unlocker, read_only=read_only)
+                except WrongKey as error:
+                    raise WrongKey(f"{error}{_key_slots_hint([one for _, _, one in looked])}") from None
                 assert superblock.array is not None
                 found.append(_Found(device, by_path, superblock, superblock.array, key))
             array = _open_array(found, read_only=read_only, degraded=degraded, options=options)
@@ -188,6 +191,18 @@ def open_any(
         if array is not None:  # an interrupt that waited: nobody would have it
             array.close()
         raise
+
+
+def _key_slots_hint(superblocks: Sequence[Superblock]) -> str:
+    """What to do where key slots were changed while a member was away: it has those of before."""
+    encrypted = [one for one in superblocks if one.encryption and not one.encryption.ephemeral and one.array]
+    if len({one.array.term for one in encrypted if one.array}) < 2:
+        return ""
+    return (
+        ". The array was written to without some of its members, and key slots may have been changed then too: "
+        "give all of them to `blockkv key-slots add`, what opens the others as the secret to add, and with "
+        "--unlock what opened those"
+    )
 
 
 def _look(device: Device, *, read_only: bool, by_path: bool) -> Superblock:

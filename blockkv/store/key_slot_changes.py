@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockkv.device.base import Device
-from blockkv.encryption.secret import Unlock, Unlocker, parse_unlock
+from blockkv.encryption.secret import Passphrase, Secret, Unlock, Unlocker, parse_unlock
 from blockkv.encryption.volume_key import VolumeKey, wrap
 from blockkv.errors import InvalidArgument, StoreReadOnly, WrongKey, WrongStore
 from blockkv.format.geometry import SLOTS_PER_COPY
@@ -70,7 +70,9 @@ class _Unlocked:
 def add_key_slot(path: Target | Sequence[Target], new: Unlock, unlock: Unlock | None = None) -> list[int]:
     """Let `new` open the store too; which slot it got, for each member. `unlock` is what opens it now.
 
-    Cut short it can be done again. Of an array all members have to be there that belong to it.
+    Cut short it can be done again. Of an array all members have to be there that belong to it. One that was
+    away meanwhile, and comes back, is opened by what opened it then: given with the others it is brought up to
+    them by this, `unlock` being that, and `new` what opens the others.
 
     Raises WrongKey, InvalidArgument (all slots are in use, `new` opens the store already, or cannot be
     taken), and as opening does.
@@ -95,7 +97,7 @@ def add_key_slot(path: Target | Sequence[Target], new: Unlock, unlock: Unlock | 
             )
         return changed
 
-    _change(path, unlock, change)
+    _change(path, unlock, change, new=secret)
     return used
 
 
@@ -127,11 +129,17 @@ def _change(
     path: Target | Sequence[Target],
     unlock: Unlock | None,
     change: Callable[[Sequence[_Unlocked]], list[Slots]],
+    new: Passphrase | Secret | None = None,
 ) -> None:
-    """All members are unlocked, and the change is found possible, before one is written."""
+    """All members are unlocked, and the change is found possible, before one is written.
+
+    What `new` opens already, of an array, need not be opened by `unlock`: it was changed while others were away.
+    """
     unlocker = Unlocker(unlock)
     with interrupts, contextlib.ExitStack() as stack:
-        members = [_unlocked(device, unlocker) for device in _devices(path, read_only=False, stack=stack)]
+        members = [
+            _unlocked(device, unlocker, new) for device in _devices(path, read_only=False, stack=stack)
+        ]
         _refuse_some_of_an_array(members)
         changed = change(members)
         interrupts.deliver()
@@ -147,11 +155,17 @@ def _change(
                 write_superblock(one.device, superblock)
 
 
-def _unlocked(device: Device, unlocker: Unlocker) -> _Unlocked:
+def _unlocked(device: Device, unlocker: Unlocker, new: Passphrase | Secret | None) -> _Unlocked:
     device.flush()
     found, _ = read_superblock(device)
     encryption = _encryption(device, found)
-    key, opened = volume_key_of(device.path, found, unlocker)
+    try:
+        key, opened = volume_key_of(device.path, found, unlocker)
+    except WrongKey:
+        has = VolumeKey.unwrap(found.uuid, encryption.slots, new) if new and found.array else None
+        if has is None:
+            raise
+        key, opened = has
     unfinished = not _is_everywhere(device, found)
     found = unlock_superblock(device.path, found, key)
     if found.read_only_reason:

@@ -373,6 +373,28 @@ def test_key_slots_of_an_array(image_dir: Path) -> None:
 # -- what was changed by somebody else -------------------------------------------------------------------
 
 
+def test_key_slots_that_were_changed_while_a_member_was_away(image_dir: Path) -> None:
+    paths = [image_dir / f"{index}.img" for index in range(3)]
+    blockkv.format(paths, size=SIZE_BYTES, encrypt=SECRET)
+    with blockkv.open(paths[:2], degraded=True, unlock=SECRET) as store:
+        store.put("a", pattern(1000), durable=True)
+    blockkv.add_key_slot(paths[:2], OTHER, unlock=SECRET)
+    blockkv.remove_key_slot(paths[:2], 0, unlock=OTHER)
+    for secret in (SECRET, OTHER):
+        with pytest.raises(WrongKey, match="key slots may have been changed then too"):
+            blockkv.open(paths, unlock=secret)
+    with pytest.raises(WrongKey):
+        blockkv.add_key_slot(paths, SECRET[::-1], unlock=SECRET)
+    blockkv.add_key_slot(paths, OTHER, unlock=SECRET)
+    with blockkv.open(paths, unlock=OTHER) as store:
+        assert torch.equal(store.get("a"), pattern(1000))
+    blockkv.remove_key_slot(paths, 0, unlock=OTHER)
+    assert {row["path"] for row in blockkv.key_slots(paths)} == set(map(str, paths))
+    blockkv.open(paths, unlock=OTHER).close()
+    with pytest.raises(WrongKey):
+        blockkv.open(paths, unlock=SECRET)
+
+
 def slots_of(device: SimulatedDevice, size_bytes: int = SIZE_BYTES) -> list[bytes]:
     return [device.peek(offset, 4096) for offset in slot_offsets(size_bytes)]
 
