@@ -124,14 +124,13 @@ class TieredGrowingChunk:
                 if not self._size_bytes:
                     raise InvalidArgument("nothing was appended; there is nothing to seal")
                 layout = self._rows.layout(self._size_bytes)
-                in_store = False
+                version = None
                 if durable:  # what the admission policy of the store refuses is not there
-                    in_store = self._tier.store.put(
-                        self.key, tensor_at(resident.part, 0, layout), durable=True
-                    )
+                    self._tier.store.put(self.key, tensor_at(resident.part, 0, layout), durable=True)
+                    version = self._tier.version_of(self.key)
                 with self._tier.lock:
                     resident.layout, resident.size_bytes = layout, self._size_bytes
-                    resident.in_store, resident.growing, resident.stuck = in_store, None, False
+                    resident.version, resident.growing, resident.stuck = version, None, False
             self._ended, self._ended_how = GrowthEnded, "the growing chunk was sealed; get it from the store"
 
     def abandon(self) -> None:

@@ -5,6 +5,8 @@ Invariants
     borrowed, or cannot go;
   * a chunk is in memory or in the store from its put to its delete, unless admission refused it or the store
     evicted it;
+  * of what is in the store a copy in memory counts while the store has that very chunk: what it has evicted,
+    or dropped at its time, and what somebody else has deleted or put anew, is not given from memory;
   * memory is given back when nobody reads it any more.
 
 Not here: the methods that users see (`tiered`, `growing`), how much memory there is (`budget`), who deserves
@@ -19,7 +21,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from blockkv.catalog.layouts import Layout
 from blockkv.device.base import UNIT_BYTES
@@ -57,6 +59,10 @@ COUNTERS = (
 )
 
 
+Version: TypeAlias = tuple[str, int]
+"""Which of the chunks that a store has had under a key: its device, and the place of its put in the log."""
+
+
 class Spilling(Protocol):
     """A chunk that grows in memory."""
 
@@ -79,7 +85,8 @@ class Resident:
     """None while it grows."""
     size_bytes: int
     last_use: int
-    in_store: bool = False
+    version: Version | None = None
+    """What the store has of it; None where it is in memory alone."""
     growing: Spilling | None = None
     pins: int = 0
     leases: int = 0
@@ -88,6 +95,11 @@ class Resident:
     """Whether there was no room for it in the store when it was to leave."""
     removed: bool = False
     """Whether the tier has forgotten it; its memory goes back with the last lease."""
+
+    @property
+    def in_store(self) -> bool:
+        """Whether the store had it when it was last asked."""
+        return self.version is not None
 
     def value(self) -> Any:
         """Its tensors, in its own memory."""
@@ -140,18 +152,41 @@ class MemoryTier:
     @contextlib.contextmanager
     def leased(self, encoded: bytes) -> Iterator[Resident | None]:
         """A chunk in memory, used now, whose memory stays while the context lasts; None where it is not."""
+        current = self.is_current(encoded)
         with self.lock:
-            resident = self.residents.get(encoded)
+            resident = self.residents.get(encoded) if current else None
             if resident is not None and not resident.found:
                 resident = None
             if resident is not None:
                 resident.leases += 1
                 self.use(resident)
         try:
+            if resident is not None and resident.in_store:
+                self.store.touch(resident.key)
             yield resident
         finally:
             if resident is not None:
                 self.release(resident)
+
+    def version_of(self, key: Key) -> Version | None:
+        """What the store has under a key."""
+        info = self.store.entry(key)
+        return None if info is None else (info.device, info.log_sequence)
+
+    def is_current(self, encoded: bytes) -> bool:
+        """Whether what is in memory under a key, if anything, is what the store has too, where that has it.
+
+        What is not is forgotten. A pinned chunk stays, whatever becomes of it in the store.
+        """
+        with self.lock:
+            resident = self.residents.get(encoded)
+            version = None if resident is None else resident.version
+        if resident is None or version is None or resident.pins or self.version_of(resident.key) == version:
+            return True
+        with self.lock:
+            if self.residents.get(encoded) is resident and not resident.leaving:
+                self.remove(resident)
+        return False
 
     def use(self, resident: Resident) -> None:
         """A chunk in memory is used now. Under the lock."""
@@ -196,6 +231,7 @@ class MemoryTier:
 
         Waits while somebody else has that. Raises InvalidArgument where it is growing.
         """
+        self.is_current(encoded)
         with self.lock:
             while encoded in self._claims:
                 self.changed.wait()
@@ -314,7 +350,7 @@ class MemoryTier:
         """Put chunks into the store that are not there, if admission takes them."""
         chosen: list[Resident] = []
         for one in residents:
-            if one.in_store and self.store.contains(one.key):  # it may have been evicted there
+            if one.in_store:
                 continue
             with self.lock:
                 candidate = self.candidate_of(one)
@@ -338,10 +374,11 @@ class MemoryTier:
                     "a chunk of %d bytes is lost: %s", one.size_bytes, failed[number]
                 )
                 self.count("write_backs_failed", 0, "")
-            elif not written[number] and not self.store.contains(one.key):
+                continue
+            one.version = self.version_of(one.key)
+            if not written[number] and not one.in_store:
                 self.count("write_backs_refused", 0, "")
             else:
-                one.in_store = True
                 self.count("write_backs", one.size_bytes, "write_back_bytes")
 
     def write_through(self, resident: Resident) -> None:
@@ -351,11 +388,17 @@ class MemoryTier:
                 self.store.commit()
                 return
             # What the admission policy of the store refuses is not there.
-            written = self.store.put(leased.key, leased.value(), durable=True)
-            leased.in_store = written or self.store.contains(leased.key)
+            self.store.put(leased.key, leased.value(), durable=True)
+            leased.version = self.version_of(leased.key)
 
     def enter(
-        self, key: Key, candidate: Candidate, part: Part, layout: Layout | None, *, in_store: bool = False
+        self,
+        key: Key,
+        candidate: Candidate,
+        part: Part,
+        layout: Layout | None,
+        *,
+        version: Version | None = None,
     ) -> Resident:
         """A chunk is in memory from now on. Its key is claimed, and its memory filled."""
         resident = Resident(
@@ -366,7 +409,7 @@ class MemoryTier:
             layout,
             candidate.size_bytes,
             candidate.last_use,
-            in_store,
+            version,
         )
         with self.lock:
             self.residents[candidate.key] = resident

@@ -120,7 +120,8 @@ class TieredStore:
                 if part is None:
                     return durable or self.store.put(key, tensors, **options)
                 gather(described, part.address)
-                self._tier.enter(key, candidate, part, described.layout, in_store=durable)
+                version = self._tier.version_of(key) if durable else None
+                self._tier.enter(key, candidate, part, described.layout, version=version)
                 return True
             finally:
                 self._tier.give_up(encoded)
@@ -240,7 +241,7 @@ class TieredStore:
                     raise InvalidArgument(GROWING)
                 self._tier.remove(resident)
             deleted = self.store.delete(key, durable)
-            return deleted or resident is not None
+            return deleted or (resident is not None and not resident.in_store)
 
     def commit(self) -> None:
         """Make durable what is in the store. What is in memory alone is not."""
@@ -343,13 +344,8 @@ class TieredStore:
 
     def contains(self, key: Key) -> bool:
         """`Store.contains`."""
-        encoded = encode_key(key)
         self._check_open()
-        with self._tier.lock:
-            resident = self._tier.residents.get(encoded)
-            if resident is not None and resident.found:
-                return True
-        return self.store.contains(key)
+        return self.in_memory(key) or self.store.contains(key)
 
     def lookup(self, keys: Iterable[Key]) -> int:
         """`Store.lookup`."""
@@ -362,9 +358,11 @@ class TieredStore:
 
     def in_memory(self, key: Key) -> bool:
         """Whether a get would be served from memory."""
+        encoded = encode_key(key)
+        current = self._tier.is_current(encoded)
         with self._tier.lock:
-            resident = self._tier.residents.get(encode_key(key))
-            return resident is not None and resident.found
+            resident = self._tier.residents.get(encoded)
+            return current and resident is not None and resident.found
 
     def touch(self, key: Key) -> bool:
         """`Store.touch`."""
@@ -382,7 +380,8 @@ class TieredStore:
 
     def _pin(self, key: Key, change: int, elsewhere: Callable[[Key], bool]) -> bool:
         with self._operation(), self._tier.holding(encode_key(key)) as resident:
-            if resident is not None and resident.found and resident.pins + change >= 0:
+            current = resident is not None and self._tier.is_current(resident.encoded)
+            if current and resident is not None and resident.found and resident.pins + change >= 0:
                 resident.pins += change
                 return True
             return elsewhere(key)
@@ -480,12 +479,12 @@ class TieredStore:
             part = self._tier.room(candidate, clean_only=True)
             if part is None:
                 return
-            now = self.store.entry(key)
-            if now is None or (now.device, now.log_sequence) != (version.device, version.log_sequence):
+            was = version.device, version.log_sequence
+            if self._tier.version_of(key) != was:
                 self._tier.give(part)
                 return
             gather(describe(value), part.address)
-            self._tier.enter(key, candidate, part, version.layout, in_store=True)
+            self._tier.enter(key, candidate, part, version.layout, version=was)
         finally:
             self._tier.give_up(encoded)
 

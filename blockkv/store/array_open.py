@@ -181,7 +181,13 @@ def open_any(
                 try:
                     superblock, key = unlock_device(device, superblock, unlocker, read_only=read_only)
                 except WrongKey as error:
-                    raise WrongKey(f"{error}{_key_slots_hint([one for _, _, one in looked])}") from None
+                    if not _some_were_away([one for _, _, one in looked]):
+                        raise
+                    raise WrongKey(
+                        f"{error}. The array was written to without some of its members, and key slots may "
+                        "have been changed then too: give all of them to `blockkv key-slots add`, what opens "
+                        "the others as the secret to add, and with --unlock what opened those"
+                    ) from None
                 assert superblock.array is not None
                 found.append(_Found(device, by_path, superblock, superblock.array, key))
             array = _open_array(found, read_only=read_only, degraded=degraded, options=options)
@@ -193,16 +199,10 @@ def open_any(
         raise
 
 
-def _key_slots_hint(superblocks: Sequence[Superblock]) -> str:
-    """What to do where key slots were changed while a member was away: it has those of before."""
-    encrypted = [one for one in superblocks if one.encryption and not one.encryption.ephemeral and one.array]
-    if len({one.array.term for one in encrypted if one.array}) < 2:
-        return ""
-    return (
-        ". The array was written to without some of its members, and key slots may have been changed then too: "
-        "give all of them to `blockkv key-slots add`, what opens the others as the secret to add, and with "
-        "--unlock what opened those"
-    )
+def _some_were_away(superblocks: Sequence[Superblock]) -> bool:
+    """Whether members with key slots are of different terms."""
+    encrypted = [one for one in superblocks if one.encryption and not one.encryption.ephemeral]
+    return len({one.array.term for one in encrypted if one.array}) > 1
 
 
 def _look(device: Device, *, read_only: bool, by_path: bool) -> Superblock:

@@ -71,8 +71,8 @@ def add_key_slot(path: Target | Sequence[Target], new: Unlock, unlock: Unlock | 
     """Let `new` open the store too; which slot it got, for each member. `unlock` is what opens it now.
 
     Cut short it can be done again. Of an array all members have to be there that belong to it. One that was
-    away meanwhile, and comes back, is opened by what opened it then: given with the others it is brought up to
-    them by this, `unlock` being that, and `new` what opens the others.
+    away meanwhile, and comes back, is opened by what opened it then: given with the others it is brought up
+    to them by this, `unlock` being that, and `new` what opens the others.
 
     Raises WrongKey, InvalidArgument (all slots are in use, `new` opens the store already, or cannot be
     taken), and as opening does.
@@ -133,7 +133,8 @@ def _change(
 ) -> None:
     """All members are unlocked, and the change is found possible, before one is written.
 
-    What `new` opens already, of an array, need not be opened by `unlock`: it was changed while others were away.
+    What `new` opens already, of an array, need not be opened by `unlock`: others were away when it was
+    changed.
     """
     unlocker = Unlocker(unlock)
     with interrupts, contextlib.ExitStack() as stack:

@@ -279,12 +279,68 @@ def test_it_is_followed_by_itself(device: SimulatedDevice, budget: Adjustable) -
         assert torch.equal(tier.get("k"), content(2 * MIB))
 
 
-def test_what_the_store_evicted_is_written_again(tier: TieredStore, budget: Adjustable) -> None:
-    tier.put("k", content(2 * MIB), durable=True)
+def in_the_store_and_in_memory(tier: TieredStore, how: str) -> None:
+    tier.put("k", content(2 * MIB), durable=how == "put")
+    if how == "got":
+        tier.delete("k")
+        tier.store.put("k", content(2 * MIB))
+        tier.get("k")
+    elif how == "put again":
+        assert not tier.put("k", content(2 * MIB), durable=True)
+    assert tier.in_memory("k")
+
+
+@pytest.mark.parametrize("how", ["put", "put again", "got"])
+def test_what_left_the_store_is_not_in_memory_either(tier: TieredStore, budget: Adjustable, how: str) -> None:
+    """The store evicted it, or its time is over, or somebody else has deleted it."""
+    for ask in (tier.get, tier.contains, tier.in_memory, tier.touch, tier.pin, tier.delete):
+        in_the_store_and_in_memory(tier, how)
+        assert tier.store.delete("k")
+        assert not ask("k")
+    in_the_store_and_in_memory(tier, how)
     assert tier.store.delete("k")
     budget.budget_bytes = 0
     tier.rebind()
+    assert not tier.store.contains("k")
+
+
+@pytest.mark.parametrize("how", ["put", "put again", "got"])
+def test_what_was_put_anew_in_the_store_is_what_is_got(tier: TieredStore, how: str) -> None:
+    in_the_store_and_in_memory(tier, how)
+    assert tier.store.delete("k")
+    tier.store.put("k", content(MIB, 7))
+    assert not tier.put("k", content(2 * MIB))
+    assert torch.equal(tier.get("k"), content(MIB, 7))
+    assert [torch.equal(one, content(MIB, 7)) for one in tier.get_many(["k"])] == [True]
+
+
+def test_a_time_to_live_ends_in_memory_too(device: SimulatedDevice) -> None:
+    with TieredStore(blockkv.open(device), 8 * MIB) as tier:
+        tier.store.put("k", content(MIB), ttl_s=0.2)
+        assert tier.get("k") is not None
+        while tier.store.contains("k"):
+            threading.Event().wait(0.02)
+        assert tier.get("k") is None
+    with blockkv.open(device.clone()) as store:
+        assert "k" not in store
+
+
+def test_a_hit_in_memory_is_a_use_in_the_store(device: SimulatedDevice) -> None:
+    with TieredStore(blockkv.open(device), 8 * MIB) as tier:
+        tier.put("used", content(MIB), durable=True)
+        for number in range(2 * tier.store.info()["data_bytes"] // (4 * MIB)):
+            tier.store.put(f"{number}", content(4 * MIB, number))
+            assert tier.get("used") is not None
+        assert tier.store.contains("used")
+
+
+def test_a_pinned_chunk_stays_in_memory(tier: TieredStore) -> None:
+    in_the_store_and_in_memory(tier, "put")
+    assert tier.pin("k")
+    assert tier.store.delete("k")
     assert torch.equal(tier.get("k"), content(2 * MIB))
+    assert tier.unpin("k")
+    assert tier.get("k") is None
 
 
 def test_what_cannot_be_written_back_is_lost_and_counted(device: SimulatedDevice) -> None:
