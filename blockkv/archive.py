@@ -17,7 +17,8 @@ Invariants
     an archive gives is compared with the checksum of key, layout and payload;
   * chunks go in the order in which they would be evicted, so that the target knows it too, and a smaller
     one keeps those used last;
-  * what is there already stays as it is, so that all of it can be done again.
+  * what is there already is not written again but used in its turn, so that all of it can be done again, and
+    a smaller target ends up with the same chunks.
 
 Not carried: priorities, times to live, pins, chunks that grow. Not here: what a store needs to be opened.
 """
@@ -28,7 +29,7 @@ import io
 import json
 import logging
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -62,23 +63,27 @@ logger = logging.getLogger("blockkv")
 
 @dataclass(slots=True)
 class Moved:
-    """What became of the chunks."""
+    """What became of the chunks: each is counted once."""
 
     chunks: int = 0
-    """That have arrived."""
+    """That have arrived, and are there."""
     payload_bytes: int = 0
     """Of those."""
     existing: int = 0
-    """That the target had already."""
+    """That the target had already, and has."""
+    evicted: int = 0
+    """That the target had or got, and that left it again for those after them: it is too small for all."""
+    no_room: int = 0
+    """That the target did not take: they are too large, or it is full and evicts nothing."""
     refused: int = 0
-    """That the target did not take: its admission policy, its write budget, no room for them."""
+    """That the target did not take: its admission policy, its write budget."""
     lost: int = 0
     """That the source had listed and could not give: damaged, unreadable, or evicted meanwhile."""
 
     @property
     def complete(self) -> bool:
         """Whether everything is at the target now."""
-        return not (self.refused or self.lost)
+        return not (self.evicted or self.no_room or self.refused or self.lost)
 
 
 @dataclass(slots=True)
@@ -96,9 +101,11 @@ def copy(source: Store, target: Store, *, progress: Progress | None = None) -> M
     (of the target), DeviceLost.
     """
     moved = Moved()
+    arrivals = _Arrivals(target, moved)
     for batch in _read(source, moved, progress):
-        _put(target, batch, moved)
+        arrivals.add(batch)
     target.commit()
+    arrivals.count()
     return moved
 
 
@@ -127,11 +134,13 @@ def load(file: BinaryIO, store: Store, *, progress: Progress | None = None) -> M
     for the store.
     """
     moved = Moved()
+    arrivals = _Arrivals(store, moved)
     try:
         for batch in _unpack(file, int(store.stats()["data_bytes"]), moved, progress):
-            _put(store, batch, moved)
+            arrivals.add(batch)
     finally:
         store.commit()
+    arrivals.count()
     return moved
 
 
@@ -189,22 +198,74 @@ def _filled(source: Store, batch: _Batch, moved: Moved) -> list[_Chunk]:
     return [chunk for chunk, is_there in zip(batch.chunks, found, strict=True) if is_there]
 
 
-def _put(target: Store, chunks: Sequence[_Chunk], moved: Moved) -> None:
-    items = [(chunk.key, values_over(chunk.payload, chunk.layout)) for chunk in chunks]
-    try:
-        results = target.put_many(items)
-    except BatchError as error:
-        if not all(isinstance(one, StoreFull) for one in error.errors.values()):
-            raise
-        results = [one is True for one in error.results]
-    for chunk, written in zip(chunks, results, strict=True):
-        if written:
-            moved.chunks += 1
-            moved.payload_bytes += len(chunk.payload)
-        elif target.contains(chunk.key):
-            moved.existing += 1
-        else:
-            moved.refused += 1
+class _Arrivals:
+    """Chunks that come to a target, in order, and what becomes of them."""
+
+    def __init__(self, target: Store, moved: Moved) -> None:
+        self._target = target
+        self._moved = moved
+        self._before = _digests(target)
+        self._came: dict[bytes, int] = {}
+        """Payload bytes by digest, of those that were put or were there."""
+
+    def add(self, chunks: Sequence[_Chunk]) -> None:
+        """Put those that are not there, use those that are."""
+        absent: list[_Chunk] = []
+        for chunk in chunks:
+            digest = _digest(chunk.key)
+            if digest in self._before:
+                # In its turn: used any earlier, it would leave for chunks that go before it.
+                self._put(absent)
+                absent = []
+                if self._target.touch(chunk.key):
+                    self._came[digest] = len(chunk.payload)
+                    continue
+            absent.append(chunk)
+        self._put(absent)
+
+    def count(self) -> None:
+        """See what is there in the end."""
+        after = _digests(self._target)
+        for digest, payload_bytes in self._came.items():
+            if digest not in after:
+                self._moved.evicted += 1
+            elif digest in self._before:
+                self._moved.existing += 1
+            else:
+                self._moved.chunks += 1
+                self._moved.payload_bytes += payload_bytes
+
+    def _put(self, chunks: Sequence[_Chunk]) -> None:
+        if not chunks:
+            return
+        errors: Mapping[int, Exception] = {}
+        try:
+            results = self._target.put_many(
+                [(chunk.key, values_over(chunk.payload, chunk.layout)) for chunk in chunks]
+            )
+        except BatchError as error:
+            if not all(isinstance(one, StoreFull) for one in error.errors.values()):
+                raise
+            results, errors = [one is True for one in error.results], error.errors
+        for number, (chunk, written) in enumerate(zip(chunks, results, strict=True)):
+            digest = _digest(chunk.key)
+            if number in errors:
+                self._moved.no_room += 1
+            elif written or digest in self._came:
+                self._came[digest] = len(chunk.payload)
+            elif self._target.contains(chunk.key):  # somebody else has put it meanwhile
+                self._before.add(digest)
+                self._came[digest] = len(chunk.payload)
+            else:
+                self._moved.refused += 1
+
+
+def _digests(store: Store) -> set[bytes]:
+    return set(map(_digest, store.keys()))
+
+
+def _digest(key: str | bytes) -> bytes:
+    return key_digest(_raw(key))
 
 
 # -- archives ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import blockkv
+from blockkv import archive
 from blockkv.archive import END, Moved, copy, dump, load
 from blockkv.catalog.wear import WriteBudget
 from blockkv.errors import ArchiveError
@@ -212,15 +213,81 @@ def test_what_cannot_be_read_is_left_out_and_counted(small: blockkv.Store) -> No
 def test_a_smaller_target_keeps_what_was_used_last(source: blockkv.Store) -> None:
     with new_store(32) as target:
         moved = copy(source, target)
-        assert moved.lost == 0
-        assert moved.refused == 1, "the large one"
+        assert (moved.lost, moved.refused) == (0, 0)
+        assert moved.no_room == 1, "the large one"
         assert equal(target.get("small 299"), CHUNKS["small 299"])
     with new_store(32, evict=False) as target:
         target.put_many([(f"first {number}", content(MIB, number)) for number in range(25)])
         moved = copy(source, target)
-        assert moved.refused >= 1
-        assert moved.chunks + moved.refused == len(CHUNKS)
+        assert moved.no_room >= 1
+        assert moved.chunks + moved.no_room == len(CHUNKS)
         assert target.lookup([f"first {number}" for number in range(25)]) == 25
+
+
+@pytest.fixture
+def many() -> Iterator[blockkv.Store]:
+    with new_store(64) as store:
+        store.put_many([(f"k{number:02}", content(MIB, number)) for number in range(39)])
+        yield store
+
+
+@pytest.mark.parametrize("by_archive", [False, True], ids=["copy", "load"])
+@pytest.mark.parametrize("batch_bytes", [4 * MIB, 64 * MIB])
+def test_a_smaller_target_stays_as_it_is_when_it_is_done_again(
+    many: blockkv.Store, by_archive: bool, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "BATCH_BYTES", batch_bytes)
+    file = archive_of(many)
+
+    def move(target: blockkv.Store) -> Moved:
+        return load(io.BytesIO(file), target) if by_archive else copy(many, target)
+
+    with new_store(24) as target:
+        moved = move(target)
+        kept = list(target.keys())
+        assert 10 < len(kept) < 30
+        assert kept == list(many.keys())[-len(kept) :], "what was used last"
+        gone = 39 - len(kept)
+        assert moved == Moved(chunks=len(kept), payload_bytes=len(kept) * MIB, evicted=gone)
+        assert not moved.complete
+        for _ in range(3):
+            assert move(target) == Moved(existing=len(kept), evicted=gone)
+            assert list(target.keys()) == kept
+
+
+@pytest.mark.parametrize("stopped_at", [6, 18, 30, 37])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_smaller_target_after_an_interruption(
+    many: blockkv.Store, stopped_at: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first command, and of one that was done again."""
+    monkeypatch.setattr(archive, "BATCH_BYTES", 4 * MIB)
+
+    def stop(done: int, _: int) -> None:
+        if done == stopped_at:
+            raise KeyboardInterrupt
+
+    with new_store(24) as target:
+        target.put_many([(f"other {number}", content(MIB, number)) for number in range(3)])
+        if again:
+            copy(many, target)
+        with pytest.raises(KeyboardInterrupt):
+            copy(many, target, progress=stop)
+        moved = copy(many, target)
+        kept = list(target.keys())
+        assert kept == list(many.keys())[-len(kept) :], "what was used last"
+        assert (moved.chunks + moved.existing, moved.evicted) == (len(kept), 39 - len(kept))
+        assert all(torch.equal(target.get(key), many.get(key)) for key in kept)
+
+
+def test_what_was_there_before_is_older(many: blockkv.Store) -> None:
+    """Also where it is in another order than at the source."""
+    keys = list(many.keys())
+    with new_store(24) as target:
+        target.put_many([(f"k{number:02}", content(MIB, number)) for number in range(38, 5, -3)])
+        copy(many, target)
+        kept = list(target.keys())
+        assert kept == keys[-len(kept) :]
 
 
 def test_what_the_target_does_not_want_is_counted(small: blockkv.Store) -> None:

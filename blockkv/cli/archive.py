@@ -98,6 +98,8 @@ def _carried_out(
         click.echo(f"{moved.chunks} chunks, {size_text(moved.payload_bytes)}", err=silent)
         for count, what in (
             (moved.existing, "were there already"),
+            (moved.evicted, "did not fit beside those that were used later, and were evicted again"),
+            (moved.no_room, "found no room"),
             (moved.refused, "were not wanted"),
             (moved.lost, "could not be read"),
         ):
@@ -105,7 +107,8 @@ def _carried_out(
                 click.echo(f"{count} {what}", err=silent)
 
     output.document(asdict(moved), text)
-    return ExitCode.OK if moved.complete else ExitCode.NEGATIVE
+    # A target that is too small for all, and keeps what was used last, does what it is told.
+    return ExitCode.NEGATIVE if moved.no_room or moved.refused or moved.lost else ExitCode.OK
 
 
 @contextlib.contextmanager

@@ -307,16 +307,31 @@ def _size(identity: Identity, limits: Limits) -> Iterator[Observation]:
     except DeviceTooSmall as error:
         yield Observation("size", Verdict.UNUSABLE, str(error))
         return
-    found = f"{size_text(limits.size_bytes)}, of which {size_text(data.size_bytes)} for payload"
-    yield Observation("size", Verdict.GOOD, found)
+    store = None
     with contextlib.suppress(FormatError), Image.open(identity.path) as image:
         store = image.superblock()
-        gain = geometry.growable_bytes(store.geometry, limits.size_bytes, store.average_chunk_bytes)
-        if gain:
-            found = f"the device is larger than the store on it, which can grow by {size_text(gain)}"
-            members = " with the other members of its array" if store.array else ""
-            fix = f"# while nobody uses it{members}: blockkv grow {shlex.quote(identity.path)}"
-            yield Observation("growth", Verdict.NOTE, found, (fix,))
+    if store and store.geometry.device_bytes > limits.size_bytes and not _made_since(identity):
+        path = shlex.quote(identity.path)
+        yield Observation(
+            "size",
+            Verdict.UNUSABLE,
+            f"{limits.size_bytes} bytes, and the store on it needs {store.geometry.device_bytes}: the device "
+            "shrank, or this is a truncated copy; nothing opens that store here",
+            (
+                f"# give it {store.geometry.device_bytes} bytes again, or copy all of it",
+                f"# or give the store up: blockkv format --force {path}",
+                f"# or make it unreadable: blockkv wipe {path} --uuid {store.uuid_text}",
+            ),
+        )
+        return
+    found = f"{size_text(limits.size_bytes)}, of which {size_text(data.size_bytes)} for payload"
+    yield Observation("size", Verdict.GOOD, found)
+    gain = store and geometry.growable_bytes(store.geometry, limits.size_bytes, store.average_chunk_bytes)
+    if store and gain:
+        found = f"the device is larger than the store on it, which can grow by {size_text(gain)}"
+        members = " with the other members of its array" if store.array else ""
+        fix = f"# while nobody uses it{members}: blockkv grow {shlex.quote(identity.path)}"
+        yield Observation("growth", Verdict.NOTE, found, (fix,))
 
 
 def _backing(identity: Identity, limits: Limits) -> Iterator[Observation]:

@@ -455,7 +455,9 @@ def readable_slots(device: Device, offsets: Sequence[int]) -> list[Superblock | 
 
 
 def read_if_possible(device: Device, offset_bytes: int) -> bytes:
-    """The page there, or none of it where it cannot be read. Raises DeviceLost."""
+    """The page there, or none of it where it cannot be read or the device has ended. Raises DeviceLost."""
+    if not 0 <= offset_bytes <= device.limits.size_bytes - PAGE_BYTES:
+        return b""
     try:
         return device.read(offset_bytes, PAGE_BYTES)
     except DeviceLost:

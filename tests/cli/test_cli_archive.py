@@ -30,7 +30,8 @@ def test_dump_and_load(stores: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = stores
     file = tmp_path / "kv.tar"
     found = json_answer("dump", first, file)
-    assert found == {"chunks": 20, "payload_bytes": 100_000, "existing": 0, "refused": 0, "lost": 0}
+    assert (found.pop("chunks"), found.pop("payload_bytes")) == (20, 100_000)
+    assert found == dict.fromkeys(("existing", "evicted", "no_room", "refused", "lost"), 0)
     assert "exists" in json_answer("dump", first, file, code=2)["error"]["message"]
     assert "exists" in json_answer("dump", first, second, code=2)["error"]["message"], "no device is written"
     assert json_answer("load", second, file)["chunks"] == 20
@@ -60,6 +61,23 @@ def test_copy(stores: tuple[Path, Path], image_dir: Path) -> None:
     members = [image_dir / "left.img", image_dir / "right.img"]
     blockkv.format(members, size="64MiB")
     assert json_answer("copy", first, ",".join(map(str, members)))["chunks"] == 20
+
+
+def test_a_target_that_is_too_small(image_dir: Path) -> None:
+    first, second = image_dir / "large.img", image_dir / "small.img"
+    blockkv.format(first, size="48MiB")
+    blockkv.format(second, size="24MiB")
+    with blockkv.open(first) as store:
+        store.put_many([(f"k{number:02}", torch.full((1 << 20,), number)) for number in range(4)])
+    assert "2 did not fit" in answered("copy", first, second).out
+    again = answered("copy", first, second).out
+    assert "2 were there already" in again
+    assert "2 did not fit beside those that were used later" in again
+    assert "not wanted" not in again
+    blockkv.format(second, size="24MiB", force=True)
+    full = answered("copy", first, second, "--no-evict", code=1).out
+    assert "2 chunks" in full
+    assert "2 found no room" in full
 
 
 def test_what_is_damaged_is_left_out(stores: tuple[Path, Path]) -> None:

@@ -78,6 +78,18 @@ def test_a_store_is_told_from_other_content(direct_loop: Path) -> None:
         assert found["engine"]["verdict"] == "good", "the rest is looked at all the same"
 
 
+def test_a_store_that_needs_a_larger_device(image_dir: Path) -> None:
+    path = image_dir / "kv.img"
+    uuid = blockkv.format(path, size=64 * MIB)["uuid"]
+    os.truncate(path, 48 * MIB)
+    code, found = doctor(path)
+    assert (code, found["size"]["verdict"]) == (4, "unusable")
+    assert f"{48 * MIB} bytes, and the store on it needs {64 * MIB}" in found["size"]["found"]
+    assert f"blockkv wipe {path} --uuid {uuid}" in found["size"]["fixes"][2]
+    os.truncate(path, 64 * MIB)
+    assert doctor(path)[1]["size"]["verdict"] == "good"
+
+
 @pytest.mark.requires_tool("sfdisk")
 def test_a_store_whose_device_was_given_away(direct_loop: Path) -> None:
     blockkv.format(direct_loop)

@@ -173,6 +173,16 @@ def test_wipe_says_what_it_did(image_dir: Path) -> None:
     assert not any(path.read_bytes())
 
 
+def test_wipe_what_is_left_of_a_store(store: Path) -> None:
+    os.truncate(store, 24 << 20)
+    uuid = json_answer("inspect", "superblock", store)["superblock"]["uuid"]
+    assert f"--uuid {uuid}" in answered("wipe", store, code=3).err
+    said = answered("wipe", store, "--uuid", uuid).out
+    assert "the key is destroyed" in said
+    assert "what lay beyond, with copies of superblocks, is out of reach" in said
+    json_answer("info", store, code=5)
+
+
 def test_an_ephemeral_store(image_dir: Path) -> None:
     path = image_dir / "scratch.img"
     assert json_answer("format", path, "--size", "32MiB", "--encrypt", "ephemeral")["encryption"]["ephemeral"]

@@ -20,9 +20,10 @@ from blockkv.encryption.secret import Secret, parse_unlock
 from blockkv.encryption.volume_key import VolumeKey, wrap
 from blockkv.errors import FormatError, InvalidArgument, NotFormatted, WrongKey, WrongStore
 from blockkv.format import key_slots, superblock
-from blockkv.format.geometry import MEBIBYTE, SLOTS_PER_COPY, Geometry, slot_offsets
+from blockkv.format.geometry import MEBIBYTE, PAGE_BYTES, SLOTS_PER_COPY, Geometry, slot_offsets
 from blockkv.format.record import key_digest
 from blockkv.format.superblock import SUPERBLOCK
+from blockkv.store.wipe import Method
 from blockkv.testing import Crash, SimulatedDevice
 
 SECRET = bytes(range(32))
@@ -736,6 +737,51 @@ def test_overwriting(loop_device: Callable[..., Path]) -> None:
     assert report.method == "overwrite"
     assert told[-1] == (32 << 20, 32 << 20)
     assert not any(path.read_bytes())
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+@pytest.mark.parametrize("method", [None, "overwrite"])
+@pytest.mark.parametrize(
+    "left_bytes",
+    [
+        900 << 10,
+        (3 << 19) + 512,
+        3 << 20,
+        SIZE_BYTES // 2 + 1,
+        SIZE_BYTES - MEBIBYTE,
+        SIZE_BYTES - MEBIBYTE + (256 << 10) + 700,
+        SIZE_BYTES - PAGE_BYTES,
+    ],
+)
+def test_wiping_what_is_left_of_a_store(
+    image_dir: Path, left_bytes: int, method: Method | None, encrypted: bool
+) -> None:
+    """On a device that shrank, and in a copy that was cut short, also within a superblock."""
+    path = image_dir / "kv.img"
+    uuid = blockkv.format(path, size=SIZE_BYTES, encrypt=SECRET if encrypted else None)["uuid"]
+    with blockkv.open(path, unlock=SECRET if encrypted else None) as store:
+        store.put(KEY, pattern(3_000_000), durable=True)
+    whole = path.read_bytes()
+    slots = [slice(offset, offset + PAGE_BYTES) for offset in slot_offsets(SIZE_BYTES)]
+    left = bytearray(whole[:MEBIBYTE] + bytes([1]) * (SIZE_BYTES - MEBIBYTE))
+    for slot in slots:
+        left[slot] = whole[slot]
+    path.write_bytes(left[:left_bytes])
+    with pytest.raises(blockkv.WrongStore):
+        blockkv.wipe(path, "5e9c6b2c-0000-0000-0000-000000000000")
+    report = blockkv.wipe(path, uuid, method)
+    assert report.method == ("key" if encrypted and method is None else "overwrite")
+    assert f"the device ends at {left_bytes}" in report.what
+    after = path.read_bytes()
+    assert len(after) == left_bytes
+    if report.method == "overwrite":
+        assert not any(after)
+        assert report.overwritten_bytes == left_bytes
+    else:
+        assert not any(after[:MEBIBYTE])
+        assert not any(after[max(MEBIBYTE, left_bytes - MEBIBYTE) :])
+    with pytest.raises(NotFormatted):
+        blockkv.wipe(path, uuid)
 
 
 def test_wiping_is_for_the_store_that_was_named(loop_device: Callable[..., Path]) -> None:
