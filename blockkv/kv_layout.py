@@ -31,7 +31,7 @@ import itertools
 import math
 import numbers
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -49,6 +49,10 @@ KV_WORDS: dict[str, Numbers] = {"k": range(1), "v": range(1, 2), "kv": range(2)}
 """K is number 0 of axis kv, V number 1."""
 
 
+NUMBER_LIMIT = 1 << 62
+"""Of what an axis is numbered with: `len` of a longer range fails."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One dimension of an array. Its positions have numbers: those of the model, strictly increasing."""
@@ -59,7 +63,15 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.numbers:
             raise InvalidArgument(f"axis {self.name!r} is empty; leave its array out")
-        if any(later <= earlier for earlier, later in itertools.pairwise(self.numbers)):
+        if isinstance(self.numbers, range):  # told by its step: it may be too long to be walked
+            increasing = self.numbers.step > 0
+            if max(self.numbers[0], self.numbers[-1]) >= NUMBER_LIMIT:
+                raise InvalidArgument(
+                    f"axis {self.name!r} has numbers from {NUMBER_LIMIT} on: {self.numbers}"
+                )
+        else:
+            increasing = all(earlier < later for earlier, later in itertools.pairwise(self.numbers))
+        if not increasing:
             raise InvalidArgument(f"the numbers of axis {self.name!r} do not increase: {self.numbers}")
 
     @property
@@ -241,6 +253,8 @@ class KVLayout:
         "kv". `dtype` is a torch dtype, by its name. Axes beside layers, kv, tokens and heads may have any
         name and are never divided. Raises InvalidArgument.
         """
+        if not isinstance(order, str):
+            raise InvalidArgument(f"order is {order!r}; give the names of the axes, separated by spaces")
         names = order.split()
         if sorted(names) != sorted(axes):
             raise InvalidArgument(f"order {order!r} and the axes that are given, {sorted(axes)}, differ")
@@ -313,4 +327,9 @@ def _numbers(axis: str, given: int | Numbers | str) -> Numbers:
         return KV_WORDS[given]
     if isinstance(given, range):
         return given
-    return range(given) if isinstance(given, int) else tuple(given)
+    if isinstance(given, numbers.Integral):
+        return range(int(given))
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(one, numbers.Integral) for one in found):
+        raise InvalidArgument(f"axis {axis} is {given!r}; give its size, or its numbers")
+    return tuple(map(int, found))

@@ -11,7 +11,9 @@ import contextlib
 import ctypes
 import math
 import mmap
+import operator
 import os
+import sys
 import threading
 import weakref
 from array import array
@@ -31,6 +33,9 @@ HUGE_PAGE_BYTES = 2 << 20
 """x86-64 and arm64 (4 KiB granule) PMD size: the unit of transparent huge pages."""
 
 PAGE_BYTES = mmap.PAGESIZE
+
+LARGEST_BYTES = sys.maxsize - 2 * HUGE_PAGE_BYTES
+"""That can be asked of mmap(2), with what aligning takes."""
 
 
 class ArenaWatcher(Protocol):
@@ -65,8 +70,8 @@ def aligned_memory(size_bytes: int) -> memoryview:
     Starts on 2 MiB and is advised onto huge pages when it is at least that long, on 4 KiB otherwise.
     The memory is unmapped when the last view of it is gone.
     """
-    if size_bytes < 1:
-        raise InvalidArgument(f"cannot allocate {size_bytes} bytes; ask for at least 1")
+    if not 1 <= size_bytes <= LARGEST_BYTES:
+        raise InvalidArgument(f"cannot allocate {size_bytes} bytes; ask for 1 to {LARGEST_BYTES}")
     if size_bytes < HUGE_PAGE_BYTES:
         region = _map(_round_up(size_bytes, PAGE_BYTES))
         _advise(region, mmap.MADV_DONTDUMP)
@@ -84,11 +89,17 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
     Shape and dtype as for `torch.empty` (dtype defaults to `torch.get_default_dtype()`); contents are
     zero at first. From 2 MiB on, the parts that transfers use are registered with the device as they do,
-    where kernel and memlock limit allow. Raises InvalidArgument for a zero-size shape.
+    where kernel and memlock limit allow. Raises InvalidArgument for a shape without
+    elements, and for what is no shape or no dtype.
     """
     import torch
 
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    try:
+        dims = tuple(int(operator.index(size)) for size in ((shape,) if isinstance(shape, int) else shape))
+    except TypeError:
+        raise InvalidArgument(f"shape is {shape!r}; give a number, or several as a tuple") from None
+    if not isinstance(dtype, torch.dtype | None):
+        raise InvalidArgument(f"dtype is {dtype!r}; give one of torch, or None for its default")
     dtype = dtype or torch.get_default_dtype()
     count = math.prod(dims)
     if count < 1 or any(dim < 0 for dim in dims):

@@ -98,8 +98,10 @@ class PrefixChain:
 
     def __init__(self, chunk_tokens: int, family: Family) -> None:
         """`chunk_tokens`: tokens a chunk. Raises InvalidArgument unless there is at least one."""
-        if chunk_tokens < 1:
-            raise InvalidArgument(f"chunk_tokens is {chunk_tokens}; use at least 1")
+        if not (isinstance(chunk_tokens, int) and 1 <= chunk_tokens <= TOKEN_LIMIT):
+            raise InvalidArgument(f"chunk_tokens is {chunk_tokens!r}; use 1 to {TOKEN_LIMIT}")
+        if not isinstance(family, Family):
+            raise InvalidArgument(f"family is {family!r}; give a Family, which keeps caches apart")
         self._chunk_tokens = chunk_tokens
         self._name = family.name
         self._link = hashlib.blake2b(

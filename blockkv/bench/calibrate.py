@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import blockkv
-from blockkv.errors import InvalidArgument
+from blockkv.errors import BatchError, InvalidArgument, StoreFull
 from blockkv.kv_size import LoadTime, fit
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ FITTED_CHUNKS = (1, 2, 4, 8, 16, 32)
 CHECKED_CHUNKS = (3, 6, 12, 20, 28)
 """And of those that it is then compared with."""
 PATTERN_SEED = 20260731
+UNIT_BYTES = 4096
+"""Space in a store is given out in units of that: docs/format.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,27 @@ def calibrate(
 ) -> Calibration:
     """Measure. `store` is open for writing with `evict=False`, and has room for 32 such chunks.
 
-    Raises InvalidArgument (sizes), StoreFull, and what gets and puts raise.
+    Raises InvalidArgument (sizes; no memory for that), StoreFull, and what gets and puts raise.
     """
     import torch
 
     if chunk_bytes < 1 or rounds < 1:
         raise InvalidArgument(f"{rounds} rounds with chunks of {chunk_bytes} bytes; use at least 1 of each")
     count = max(FITTED_CHUNKS + CHECKED_CHUNKS)
-    memory = blockkv.empty((count, chunk_bytes), torch.uint8)
+    needed_bytes = count * -(-chunk_bytes // UNIT_BYTES) * UNIT_BYTES
+    free_bytes = _free_bytes(store)
+    full = StoreFull(
+        f"{store._where} has {free_bytes} bytes free, and to calibrate takes {needed_bytes}: {count} "
+        f"chunks of {chunk_bytes} bytes; delete chunks, or take smaller ones (--chunk)"
+    )
+    if needed_bytes > free_bytes:
+        raise full
+    try:
+        memory = blockkv.empty((count, chunk_bytes), torch.uint8)
+    except MemoryError:
+        raise InvalidArgument(
+            f"there is no memory for {count} chunks of {chunk_bytes} bytes; take smaller ones (--chunk)"
+        ) from None
     memory.copy_(
         torch.randint(
             0, 256, memory.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(PATTERN_SEED)
@@ -79,7 +94,13 @@ def calibrate(
     pick = random.Random(PATTERN_SEED)  # noqa: S311 - an order, no secret
     times_s: dict[int, list[float]] = {chunks: [] for chunks in FITTED_CHUNKS + CHECKED_CHUNKS}
     try:
-        store.put_many(list(zip(keys, outs, strict=True)), durable=True)
+        try:
+            store.put_many(list(zip(keys, outs, strict=True)), durable=True)
+        except BatchError as error:
+            # Free space is no promise: members of an array fill up one by one, records take space too.
+            if all(isinstance(one, StoreFull) for one in error.errors.values()):
+                raise full from error
+            raise
         _read(store, keys, outs)  # the first one registers the memory
         for done in range(rounds):
             for chunks in pick.sample(list(times_s), len(times_s)):
@@ -104,6 +125,12 @@ def calibrate(
             for chunks in CHECKED_CHUNKS
         ),
     )
+
+
+def _free_bytes(store: blockkv.Store) -> int:
+    store.commit()  # what was deleted is free then
+    figures = store.stats()
+    return int(figures["free_bytes"]) + int(figures["pending_free_bytes"])
 
 
 def _read(store: blockkv.Store, keys: list[str], outs: list[torch.Tensor]) -> float:

@@ -7,6 +7,7 @@
   doctor.py, examine.py  does the machine suit      top.py  what stores do right now
   serve.py      serve                         archive.py  copy, dump, load    exit_code.py
   map.py        a picture of the data zone    protection.py   key-slots, wipe
+  standard_streams.py  where they are closed
 
 Invariant: importing this package imports neither torch nor rich; `blockkv --help` is instant. Commands
 import what they need when they run.
@@ -28,6 +29,7 @@ from blockkv.cli import (
     top,
 )
 from blockkv.cli.app import cli
+from blockkv.cli.standard_streams import open_standard_streams
 
 __all__ = [
     "archive",
@@ -50,4 +52,5 @@ __all__ = [
 
 def main() -> None:
     """Entry point of the `blockkv` script: run the command line and exit."""
+    open_standard_streams()
     cli.main()

@@ -15,7 +15,7 @@ import blockkv
 from blockkv.cli.app import StorePath, command, degraded_option, open_store, parse_store, store_argument
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
-from blockkv.cli.output import Output, open_private, standard_output
+from blockkv.cli.output import Output, private_file, standard_output
 
 if TYPE_CHECKING:
     from blockkv.archive import Moved, Progress
@@ -67,10 +67,13 @@ def dump(output: Output, store_path: StorePath, degraded: bool, file: str) -> in
 
     if file == "-" and output.as_json:
         raise click.UsageError("--json needs a FILE for the archive: stdout holds the JSON document")
-    with open_store(store_path, degraded=degraded, read_only=True) as store, _written(file) as opened:
-        return _carried_out(
-            output, "writing", lambda told: archive.dump(store, opened, progress=told), silent=file == "-"
-        )
+    with open_store(store_path, degraded=degraded, read_only=True) as store:
+
+        def write(told: Progress) -> Moved:
+            with _written(file) as opened:
+                return archive.dump(store, opened, progress=told)
+
+        return _carried_out(output, "writing", write, silent=file == "-")
 
 
 @command("load", examples=["load /dev/nvme1n1 kv.tar"])
@@ -117,7 +120,7 @@ def _written(file: str) -> Iterator[BinaryIO]:
         with standard_output() as stream:
             yield stream
     else:
-        with open_private(file, new=True) as opened:
+        with private_file(file, new=True) as opened:
             yield opened
 
 

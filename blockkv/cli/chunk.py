@@ -25,7 +25,7 @@ from blockkv.cli.app import (
 )
 from blockkv.cli.byte_sizes import size_text
 from blockkv.cli.exit_code import ExitCode
-from blockkv.cli.output import Output, key_text, lines, open_private, standard_output
+from blockkv.cli.output import Output, key_text, lines, private_file, standard_output
 from blockkv.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def get(
         with standard_output() as stream:
             stream.write(content)
         return None
-    with open_private(file) as target:
+    with private_file(file) as target:
         target.write(content)
     document = {
         "key": key_text(key),

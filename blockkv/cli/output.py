@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import click
 
-from blockkv.errors import InvalidArgument
+from blockkv.errors import BlockKVError, InvalidArgument
 
 PROGRESS_AFTER_S = 0.5
 """Quick commands draw nothing; a bar that flashes up says less than none."""
@@ -135,15 +135,30 @@ def _bar() -> Any:
     )
 
 
-def open_private(path: str, *, new: bool = False) -> BinaryIO:
+@contextlib.contextmanager
+def private_file(path: str, *, new: bool = False) -> Iterator[BinaryIO]:
     """A file for chunks: nobody else may read one that is made. `new`: it must not exist.
 
-    Raises InvalidArgument where it must not, and for block devices; OSError.
+    One that was made here is removed again where it cannot be written to the end, so that it can be tried
+    again; not where a store is what failed, because it may hold all that is left. Raises InvalidArgument
+    where it must not exist, and for block devices; OSError with the name of the file.
     """
-    if Path(path).is_block_device() or (new and os.path.lexists(path)):
+    exists = os.path.lexists(path)
+    if Path(path).is_block_device() or (new and exists):
         raise InvalidArgument(f"{path} exists; give the name of a new file, or - and redirect")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC)
-    return os.fdopen(os.open(path, flags, 0o600), "wb")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if exists else os.O_EXCL)
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+    except BlockKVError:
+        raise
+    except BaseException as error:
+        if not exists:
+            Path(path).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = path
+        raise
 
 
 def _plain(value: Any) -> Any:

@@ -98,7 +98,8 @@ def path_text(path: object) -> str:
     """A path as text. Raises InvalidArgument for what is none."""
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
-    except TypeError:
+        os.fsencode(text)
+    except (TypeError, UnicodeEncodeError):
         raise InvalidArgument(
             f"{path!r} is no path; give that of a block device or file, or a blockkv Device"
         ) from None

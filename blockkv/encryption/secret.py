@@ -42,6 +42,8 @@ class Passphrase:
     text: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise InvalidArgument(f"a passphrase is a text, not {type(self.text).__name__}")
         if not self.text:
             raise InvalidArgument("the passphrase is empty")
 
@@ -109,7 +111,7 @@ def parse_unlock(given: Unlock, new: bool = False) -> Passphrase | Secret:
 
 
 def _asked(new: bool) -> Passphrase:
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None: it was closed when Python started
         raise WrongKey("nobody can be asked for the passphrase here: use passphrase-file:PATH")
     text = getpass.getpass("new passphrase: " if new else "passphrase: ")
     if new and getpass.getpass("once more: ") != text:

@@ -99,7 +99,7 @@ class StructLayout:
                 continue
             value = values.pop(name)
             if isinstance(value, str):
-                text = value.encode()
+                text = value.encode(errors="replace")  # what cannot be encoded is not printable either
                 if len(text) > size_bytes or not (value.isprintable() or not value):
                     raise InvalidArgument(
                         f"{name} {value!r} is not printable text of at most {size_bytes} bytes"

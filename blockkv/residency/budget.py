@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockkv.errors import InvalidArgument
+from blockkv.store.numbers import is_number
 
 __all__ = ["Estimate", "MemoryBudget"]
 
@@ -65,8 +66,8 @@ class MemoryBudget:
     ) -> None:
         if ceiling_bytes is None and not follow:
             raise InvalidArgument("a budget that does not follow what is free needs ceiling_bytes")
-        if ceiling_bytes is not None and ceiling_bytes < 0:
-            raise InvalidArgument(f"ceiling_bytes is {ceiling_bytes}; use 0 or more")
+        if ceiling_bytes is not None and not (is_number(ceiling_bytes) and ceiling_bytes >= 0):
+            raise InvalidArgument(f"ceiling_bytes is {ceiling_bytes!r}; use 0 or more")
         self._ceiling_bytes = ceiling_bytes
         self._keep_free_bytes = keep_free_bytes
         self._pressure_percent = pressure_percent

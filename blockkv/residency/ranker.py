@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from blockkv.errors import InvalidArgument
+
 __all__ = ["Candidate", "Place", "Ranker", "rank_by_layer"]
 
 
@@ -18,6 +20,12 @@ class Place:
 
     group: str | bytes
     layer: int = 0
+
+
+def check_place(place: object) -> None:
+    """Raise InvalidArgument for what is no place."""
+    if not isinstance(place, Place):
+        raise InvalidArgument(f"place is {place!r}; give a Place")
 
 
 @dataclass(frozen=True, slots=True)

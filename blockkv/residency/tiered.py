@@ -26,12 +26,21 @@ from blockkv.residency.budget import Estimate, MemoryBudget
 from blockkv.residency.copies import copy_out, gather
 from blockkv.residency.growing import TieredGrowingChunk
 from blockkv.residency.memory_tier import MemoryTier, Resident
-from blockkv.residency.ranker import Candidate, Place, Ranker, rank_by_layer
-from blockkv.store.growing import STORED_ALREADY
+from blockkv.residency.ranker import Candidate, Place, Ranker, check_place, rank_by_layer
+from blockkv.store.growing import STORED_ALREADY, check_capacity
 from blockkv.store.interrupts import interrupts
 from blockkv.store.keys import Key, encode_key
 from blockkv.store.state import GROWING
-from blockkv.store.store import BELONGS_TO_PARENT, ChunkInfo, Store, StoreFuture, due_ns, several_keys
+from blockkv.store.store import (
+    BELONGS_TO_PARENT,
+    ChunkInfo,
+    Store,
+    StoreFuture,
+    due_ns,
+    listed,
+    several_items,
+    several_keys,
+)
 from blockkv.tensors import Occupied, Tensors, describe
 
 __all__ = ["TieredStore"]
@@ -101,6 +110,8 @@ class TieredStore:
     ) -> bool:
         """`Store.put`. With `durable` it is written to the store as well as kept in memory."""
         encoded, described = encode_key(key), describe(tensors)
+        if place is not None:
+            check_place(place)
         options: dict[str, Any] = {"droppable": droppable, "deadline_s": deadline_s}
         with self._operation():
             resident = self._tier.claim(encoded)
@@ -135,10 +146,8 @@ class TieredStore:
         deadline_s: float | None = None,
     ) -> list[bool]:
         """`Store.put_many`: what gets no memory goes to the store in one call, and all with `durable`."""
-        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        pairs = several_items(items)
         options: dict[str, Any] = {"droppable": droppable, "deadline_s": deadline_s}
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
         results: list[bool] = [False] * len(pairs)
         errors: dict[int, BlockKVError] = {}
         direct: list[int] = []
@@ -190,8 +199,9 @@ class TieredStore:
         In memory it takes its whole capacity of the budget, and no space in the store until it leaves.
         """
         encoded = encode_key(key)
-        if capacity_bytes < 1:
-            raise InvalidArgument(f"capacity_bytes is {capacity_bytes}; use at least 1")
+        check_capacity(capacity_bytes)
+        if place is not None:
+            check_place(place)
         with self._operation():
             if self._tier.claim(encoded) is not None:
                 raise InvalidArgument(STORED_ALREADY)
@@ -263,6 +273,8 @@ class TieredStore:
         what would have to leave, and nothing has to be written for it.
         """
         encoded = encode_key(key)
+        if place is not None:
+            check_place(place)
         with self._operation():
             with self._tier.leased(encoded) as resident:
                 if resident is not None:
@@ -282,7 +294,7 @@ class TieredStore:
     ) -> list[Any]:
         """`Store.get_many`: what is not in memory is read in one call."""
         wanted = several_keys(keys)
-        outputs = None if outs is None else list(outs)
+        outputs = None if outs is None else listed(outs, "outputs")
         if outputs is not None and len(outputs) != len(wanted):
             raise InvalidArgument(f"{len(wanted)} keys but {len(outputs)} outputs")
         results: list[Any] = [None if outputs is None else False] * len(wanted)
@@ -452,7 +464,11 @@ class TieredStore:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _place(self, key: Key) -> Place:
-        return Place(key) if self._place_of is None else self._place_of(key)
+        if self._place_of is None:
+            return Place(key)
+        place = self._place_of(key)
+        check_place(place)
+        return place
 
     def _copy_out(self, resident: Resident, out: Any, occupied: Occupied | None = None) -> Any:
         assert resident.layout is not None

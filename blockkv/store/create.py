@@ -86,6 +86,8 @@ def format_device(
     average_chunk_bytes = parse_size(average_chunk, "average chunk")
     journal_bytes = None if journal is None else parse_size(journal, "journal")
     size_bytes = None if size is None else parse_size(size)
+    if not isinstance(label, str | None):
+        raise InvalidArgument(f"label is {label!r}; give a text, or None")
     paths = several(path)
     secret = None if encrypt is None or encrypt == EPHEMERAL else parse_unlock(encrypt, new=True)
     with interrupts, contextlib.ExitStack() as stack:

@@ -621,6 +621,13 @@ class GrowingChunk:
             yield start, self._start + self._units - start
 
 
+def check_capacity(capacity_bytes: object) -> None:
+    """Raise InvalidArgument for what no growing chunk can have as its capacity."""
+    limit_bytes = (MAX_EXTENT_UNITS - 3 * BUFFER_UNITS) * UNIT_BYTES
+    if not (isinstance(capacity_bytes, int) and 0 < capacity_bytes <= limit_bytes):
+        raise InvalidArgument(f"capacity_bytes is {capacity_bytes!r}; use 1 to {limit_bytes}")
+
+
 def reserve(
     state: State,
     guard: Guard,
@@ -630,9 +637,7 @@ def reserve(
     ended: Callable[[GrowingChunk], None],
 ) -> GrowingChunk:
     """Carry out `Store.reserve`; `ended` is called when the chunk is not growing any more."""
-    limit_bytes = (MAX_EXTENT_UNITS - 3 * BUFFER_UNITS) * UNIT_BYTES
-    if not (isinstance(capacity_bytes, int) and 0 < capacity_bytes <= limit_bytes):
-        raise InvalidArgument(f"capacity_bytes is {capacity_bytes!r}; use 1 to {limit_bytes}")
+    check_capacity(capacity_bytes)
     digest = key_digest(encode_key(key))
     with state.lock:
         while digest in state.claims:

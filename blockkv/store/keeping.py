@@ -86,8 +86,13 @@ class Policies:
                 raise InvalidArgument(f"{what} is {chosen!r}; use {names}, or a function that makes a policy")
             if not isinstance(chosen, str) and not callable(chosen):
                 raise InvalidArgument(f"{what} is a name or a function that makes a policy, not {chosen!r}")
+        if not isinstance(self.quotas, Mapping | None):
+            raise InvalidArgument(
+                f"quotas is {self.quotas!r}; give a mapping of what keys begin with to bytes, or None"
+            )
         for family, quota_bytes in (self.quotas or {}).items():
-            if not family or "/" in family or not (is_number(quota_bytes) and quota_bytes >= 1):
+            named = isinstance(family, str) and family and "/" not in family
+            if not (named and is_number(quota_bytes) and quota_bytes >= 1):
                 raise InvalidArgument(
                     f"the quota {family!r}: {quota_bytes!r} is none; give at least 1 byte, by what the keys "
                     "begin with, up to their first slash"

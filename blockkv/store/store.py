@@ -269,9 +269,7 @@ class Store:
         Takes (key, tensors) pairs or a mapping; returns one result per item, in order. Raises BatchError,
         after its neighbours were carried out, when some failed.
         """
-        pairs = listed(items.items() if isinstance(items, Mapping) else items, "(key, tensors) pairs")
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
+        pairs = several_items(items)
         deadline_ns, stays = due_ns(deadline_s), stay(ttl_s, priority)
         with self._latencies.timed(put_kind(durable)):
             results, errors = self._put(pairs, durable, droppable, deadline_ns, stays)
@@ -1268,6 +1266,14 @@ def several_keys(keys: Iterable[Key]) -> list[Key]:
     if isinstance(keys, (str, bytes)):
         raise InvalidArgument("one key was given where several are expected; put it into a list")
     return listed(keys, "keys")
+
+
+def several_items(items: Mapping[Any, Tensors] | Iterable[tuple[Key, Tensors]]) -> list[tuple[Key, Tensors]]:
+    """What `put_many` is given, as a list of pairs. Raises InvalidArgument."""
+    pairs = listed(items.items() if isinstance(items, Mapping) else items, "(key, tensors) pairs")
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise InvalidArgument("put_many takes (key, tensors) pairs or a mapping of keys to tensors")
+    return pairs
 
 
 def listed(items: Iterable[T], what: str) -> list[T]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,3 +199,37 @@ def test_rm(store: Path) -> None:
     assert document == {"keys": [{"key": "a", "deleted": False}, {"key": "b", "deleted": True}]}
     assert [chunk["key"] for chunk in json_answer("ls", store)["chunks"]] == ["c"]
     answered("rm", store, code=ExitCode.USAGE)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files cannot become longer than 64 KiB: writing fails halfway, as on a full file system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("command", [["get", "key"], ["dump"]])
+def test_a_file_that_cannot_be_written_is_named_and_removed(
+    store: Path, payload: Path, tmp_path: Path, request: pytest.FixtureRequest, command: list[str]
+) -> None:
+    answered("put", store, "key", payload)
+    request.getfixturevalue("small_files")
+    name, *key = command
+    out = tmp_path / "out"
+    for _ in range(2):
+        answer = answered(name, store, *key, out, code=ExitCode.DEVICE)
+        assert answer.err == f"blockkv: {out}: File too large\n"
+        assert not out.exists()
+
+
+def test_a_file_that_was_there_is_not_removed(
+    store: Path, payload: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    answered("put", store, "key", payload)
+    request.getfixturevalue("small_files")
+    out = tmp_path / "out"
+    out.touch()
+    answered("get", store, "key", out, code=ExitCode.DEVICE)
+    assert out.exists()

@@ -84,6 +84,20 @@ def test_calibrate_leaves_the_store_as_it_was(image_dir: Path, config: Path, tmp
 def test_calibrate_evicts_nothing(image_dir: Path) -> None:
     path = image_dir / "store.img"
     blockkv.format(path, size="32MiB")
-    answered("calibrate", path, code=6)
+    answer = answered("calibrate", path, code=6)
+    assert "bytes free, and to calibrate takes 67108864: 32 chunks of 2097152 bytes" in answer.err
     with blockkv.open(path) as store:
         assert len(store) == 0
+
+
+def test_calibrate_without_room_or_memory_is_one_line(image_dir: Path) -> None:
+    path = image_dir / "store.img"
+    blockkv.format(path, size="64MiB")
+    answer = answered("calibrate", path, "--chunk", "1TiB", code=6)
+    assert "delete chunks, or take smaller ones" in answer.err
+    with blockkv.open(path) as store:
+        for number in range(40):
+            store.put(f"k{number}", bytes(1 << 20))
+    answer = answered("calibrate", path, "--chunk", "1MiB", code=6)
+    assert len(answer.err.splitlines()) == 1
+    assert "to calibrate takes 33554432" in answer.err
