@@ -62,7 +62,7 @@ def test_calibrate_leaves_the_store_as_it_was(image_dir: Path, config: Path, tmp
     blockkv.format(path, size="64MiB")
     with blockkv.open(path) as store:
         store.put("mine", b"x" * 1000)
-    words = ("calibrate", path, "--chunk", "256KiB", "--rounds", 2)
+    words = ("calibrate", path, "--chunk", "256KiB", "--rounds", 8)
     document = json_answer(*words, "--model", config, "--prefill", 15000)
     assert document["load_s"] >= 0
     assert document["load_s_per_byte"] > 0
